@@ -91,6 +91,10 @@ if not TYPE_CHECKING:
         return getattr(extend, name)
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 moved_modules.install()
 announcements.install()
 

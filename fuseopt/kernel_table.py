@@ -133,7 +133,7 @@ def _problem(kernel: Kernel) -> str | None:
     if not isinstance(kernel.name, str) or not kernel.name:
         return "the name must be a string"
     if kernel.name in _kernels:
-        return "the name is taken; call unregister_kernel first to replace a kernel that you registered"
+        return "the name is taken" + ("; call unregister_kernel first" if kernel.name not in _BUILT_IN else "")
     if not kernel.lists:
         return f"it is in no list, so no config could name it; give one of {', '.join(LISTS)}"
     for key, options in kernel.lists.items():

@@ -121,13 +121,21 @@ class Watch:
             self.seen.add(id(frame.f_locals.get(code.co_varnames[0])))
 
 
-def _title(replacement: Any) -> str:
-    return (fused_class(replacement) if isinstance(replacement, nn.Module) else type(replacement)).__name__
-
-
 def _entry(replacement: Any) -> CodeType | None:
     """The code that runs if, and only if, `replacement` does."""
     if isinstance(replacement, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
         return None
-    methods = (getattr(type(replacement), name, None) for name in ("_forward", "forward", "__call__"))
-    return next((method.__code__ for method in methods if isinstance(method, FunctionType)), None)
+    for cls in type(replacement).__mro__:  # a subclass may have a `__call__` that runs no `_forward`
+        for name in ("_forward", "forward", "__call__"):
+            method = vars(cls).get(name)
+            if isinstance(method, FunctionType):
+                return method.__code__
+    return None
+
+
+def _title(replacement: Any) -> str:
+    """What plans and reports call it: the user's function that a forward calls, or a class."""
+    if isinstance(replacement, nn.Module):
+        return fused_class(replacement).__name__
+    name: str = getattr(getattr(replacement, "replacement", None), "__name__", type(replacement).__name__)
+    return name

@@ -65,17 +65,17 @@ class DLRM(nn.Module):
 
 
 @fuseopt.replaces(LinearReLU)
-class FusedLinearReLU(fuseopt.FusedModule):
-    def forward(self, x):
-        return linear_relu(x, self.weight, self.bias, backend=self.backend)
-
-
-@fuseopt.replaces(LinearReLU)
 class LinearThenBiasReLU(fuseopt.FusedModule):
     """With a pass of its own for bias + ReLU, to be compared with."""
 
     def forward(self, x):
         return bias_relu(F.linear(x, self.weight), self.bias, backend=self.backend)
+
+
+@fuseopt.replaces(LinearReLU, when=lambda layer: layer.bias is not None or "has no bias")
+class FusedLinearReLU(fuseopt.FusedModule):
+    def forward(self, x):
+        return linear_relu(x, self.weight, self.bias, backend=self.backend)
 
 
 @fuseopt.replaces(Interaction)

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from fuseopt.errors import OpError
-from fuseopt.extend.check_report import CheckReport
+from fuseopt.extend.check_report import CheckReport, Row
 from fuseopt.extend.checking import check
-from fuseopt.extend.own_op import registered
+from fuseopt.extend.own_op import Op, registered
 
 
 def check_file(file: Path, device: torch.device) -> list[CheckReport]:
@@ -20,15 +20,23 @@ def check_file(file: Path, device: torch.device) -> list[CheckReport]:
     Raises:
         OpError: it registers none, or cannot be run; the error that it raised is chained.
     """
-    before = set(registered())
+    before = registered()
     try:
         _import_file(file)
     except Exception as error:
         raise OpError(f"{file} cannot be run: {type(error).__name__}: {error}") from error
-    made = [op for name, op in registered().items() if name not in before]
+    made = [op for name, op in registered().items() if op is not before.get(name)]
     if not made:
         raise OpError(f"{file} registers no op; it should have a function under @fuseopt.op('mine::name')")
-    return [check(op, device=device) for op in made]
+    return [_checked(op, device) for op in made]
+
+
+def _checked(op: Op, device: torch.device) -> CheckReport:
+    try:
+        return check(op, device=device)
+    except Exception as error:  # of its samples: there are none, or the user's generator raises
+        detail = str(error) if isinstance(error, OpError) else f"{type(error).__name__}: {error}"
+        return CheckReport(op.name, str(device), (Row("-", "samples", "FAIL", detail),))
 
 
 def _import_file(file: Path) -> None:

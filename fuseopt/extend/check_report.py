@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fuseopt.extend.signature import kind_of
+
 # A kernel may be this many times as far from float64 as the reference in the same dtype is, and some roundings beside.
 # In half types these are few: 16 roundings of bfloat16 would be 12% of a value.
 _LENIENCE, _ROUNDINGS, _HALF_ROUNDINGS = 4, 16, 2
@@ -24,7 +26,7 @@ class Row:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `check` found. `print(report)` is a table."""
+    """What `check` found. `print(report)` is a table; as a bool, it is `ok`."""
 
     name: str
     device: str
@@ -39,6 +41,9 @@ class CheckReport:
     def failures(self) -> tuple[Row, ...]:
         """The rows that failed."""
         return tuple(row for row in self.rows if row.status == "FAIL")
+
+    def __bool__(self) -> bool:
+        return self.ok
 
     def __str__(self) -> str:
         widths = [max(len(getattr(row, field)) for row in self.rows) for field in ("backend", "check", "status")]
@@ -82,3 +87,23 @@ def check_close(found: Tensor, reference: Tensor, exact: Tensor, what: str) -> N
             f"{what} is off by {error[worst]:.2e} at {place}, where {allowed[worst]:.2e} is allowed "
             f"(the function in this dtype: {own_error.max():.2e})"
         )
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether the values are the same, NaN too."""
+    return torch.equal(one.detach().nan_to_num(), other.nan_to_num())
+
+
+def with_strides(tensor: Tensor) -> str:
+    """Dtype, shape and strides."""
+    return f"{kind_of(tensor)} with strides {tensor.stride()}"
+
+
+def layout(tensor: Tensor) -> str:
+    """A tensor's shape, and its strides where it is not contiguous."""
+    return f"{tuple(tensor.shape)}" + ("" if tensor.is_contiguous() else f" with strides {tensor.stride()}")
+
+
+def first_line(error: object) -> str:
+    """The first line of an error that has something in it, in short."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]

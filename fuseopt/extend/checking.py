@@ -11,11 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.gradcheck import GradcheckError
 
 from fuseopt.errors import OpError
-from fuseopt.extend.backends import REFERENCE, compiling_with
-from fuseopt.extend.check_report import CheckReport, Row, Wrong, check_close
+from fuseopt.extend.backends import PLAIN, REFERENCE, compiling_with
+from fuseopt.extend.check_report import CheckReport, Row, Wrong, check_close, first_line, is_same, layout, with_strides
 from fuseopt.extend.inputs import Arguments, copied, resized, to_dtype, variants
 from fuseopt.extend.own_op import Op
-from fuseopt.extend.signature import arguments_of, as_results, tensors_of, with_tensors
+from fuseopt.extend.signature import arguments_of, as_results, kind_of, tensors_of, with_tensors
 from fuseopt.ops.library import without_autocast
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -59,6 +59,9 @@ def check(
         samples = {dtype: list(op.sample_arguments(where, dtype)) for dtype in dtypes}
         backends, refused = op.backends_on(where.type)
         rows = [Row(backend, "runs here", "-", "; ".join(reasons)) for backend, reasons in refused.items()]
+        if (place := _written_by_function(op, next(iter(samples.values()))[0])) is not None:
+            detail = f"the function writes into tensor {place} of its arguments; let it make a new one"
+            rows.insert(0, Row("function", "writes no input", "FAIL", detail))
         for backend in backends:
             rows += _Checks(op, backend, where, samples, same_bits).rows()
     return CheckReport(op.name, str(where), tuple(rows))
@@ -104,7 +107,7 @@ class _Checks:
         except Wrong as error:
             return Row(self.backend, name, "FAIL", str(error))
         except Exception as error:  # whatever a user's kernel raises is a finding
-            return Row(self.backend, name, "FAIL", f"{type(error).__name__}: {_first_line(error)}")
+            return Row(self.backend, name, "FAIL", f"{type(error).__name__}: {first_line(error)}")
 
     def _call(self, arguments: Sequence[Any]) -> Any:
         return self.op(*arguments, backend=self.backend)
@@ -134,11 +137,12 @@ class _Checks:
     def _compare(self, arguments: Arguments, wanted: Sequence[Tensor]) -> None:
         own = as_results(self.op.function(*arguments))
         given = as_results(self._call(arguments))
-        shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(arguments))
+        shapes = ", ".join(map(layout, tensors_of(arguments)))
         for place, (found, reference, exact) in enumerate(zip(given, own, wanted, strict=True)):
             which = f"result {place}" if len(given) > 1 else "the result"
             if (found.shape, found.dtype) != (reference.shape, reference.dtype):
-                raise Wrong(f"{which} of {shapes} is {_kind(found)}, the function's is {_kind(reference)}")
+                gave = f"its {self.backend} kernel gave {kind_of(found)}, the function gives {kind_of(reference)}"
+                raise Wrong(f"{which} of {shapes}: {gave}")
             check_close(found, reference, exact, f"{which} of {shapes}")
 
     def _differentiable(self, arguments: Arguments) -> tuple[Arguments, list[Tensor]]:
@@ -204,7 +208,7 @@ class _Checks:
         try:
             torch.autograd.gradcheck(self._of_given, arguments, nondet_tol=1e-9)
         except GradcheckError as error:
-            raise Wrong(_first_line(error)) from error
+            raise Wrong(self._of_gradcheck(error)) from error
         return ""
 
     def _second_derivative(self) -> str:
@@ -212,10 +216,14 @@ class _Checks:
         try:
             torch.autograd.gradgradcheck(self._of_given, arguments, nondet_tol=1e-9)
         except GradcheckError as error:
-            raise Wrong(_first_line(error)) from error
+            raise Wrong(self._of_gradcheck(error)) from error
         except RuntimeError as error:
-            raise _DoesNotApply(f"no second derivative: {_first_line(error)}") from error
+            raise _DoesNotApply(f"no second derivative: {first_line(error)}") from error
         return ""
+
+    def _of_gradcheck(self, error: GradcheckError) -> str:
+        hint = "; the kernel takes float64 but may compute in float32; refuse it in `supports`"
+        return first_line(error).rstrip(",") + hint * (self.backend not in PLAIN)
 
     def _of_given(self, *arguments: Any) -> Any:
         return tuple(r for r in as_results(self._call(arguments)) if r.is_floating_point())
@@ -237,7 +245,8 @@ class _Checks:
                 fake = as_results(self.op.overload(self.backend)(*with_tensors(arguments, fakes)))
             for place, (one, other) in enumerate(zip(fake, real, strict=True)):
                 if (one.shape, one.dtype, one.stride()) != (other.shape, other.dtype, other.stride()):
-                    raise Wrong(f"the fake of result {place} is {_kind(one)}, the real one is {_kind(other)} ({kind})")
+                    kinds = f"{with_strides(one)}, the real one is {with_strides(other)}"
+                    raise Wrong(f"the fake of result {place} is {kinds} ({kind})")
         return ""
 
     def _writes(self) -> str:
@@ -255,7 +264,7 @@ class _Checks:
 
     def _check_unwritten(self, arguments: Sequence[Any], before: Sequence[Tensor], who: str) -> None:
         for place, (tensor, kept) in enumerate(zip(tensors_of(arguments), before, strict=True)):
-            if not torch.equal(tensor.detach().nan_to_num(), kept.nan_to_num()):
+            if not is_same(tensor, kept):
                 raise Wrong(f"{who} writes into tensor {place} of its inputs")
 
     def _repeats(self) -> str:
@@ -292,7 +301,7 @@ class _Checks:
         found = torch.library.opcheck(self.op.overload(self.backend), arguments, raise_exception=False)
         for name, result in found.items():
             if result != "SUCCESS":
-                raise Wrong(f"{name}: {_first_line(result)}")
+                raise Wrong(f"{name}: {first_line(result)}")
         return ""
 
     def _compiles(self) -> str:
@@ -340,7 +349,7 @@ class _Checks:
             with torch.no_grad():
                 mapped = as_results(torch.vmap(lambda *given: self._call(given), in_dims=dims)(*stacked))
         except RuntimeError as error:
-            raise _DoesNotApply(f"refused: {_first_line(error)}") from error
+            raise _DoesNotApply(f"refused: {first_line(error)}") from error
         for one, other in zip(mapped, as_results(self.op.function(*arguments)), strict=True):
             torch.testing.assert_close(one[1], other)
         return "by the function"
@@ -368,18 +377,23 @@ class _Checks:
         return ""
 
 
+def _written_by_function(op: Op, sample: Arguments) -> int | None:
+    """Which of the sample's tensors the op's function writes into, whereby every other check fails; None if none."""
+    given = copied(sample)
+    if isinstance(_results(op, given), str):
+        return None
+    pairs = zip(tensors_of(given), tensors_of(sample), strict=True)
+    return next((place for place, pair in enumerate(pairs) if not is_same(*pair)), None)
+
+
 def _in_float64(op: Op, arguments: Arguments) -> list[Tensor] | str:
     """The function's results in float64 on the CPU, or why it does not take these arguments."""
+    return _results(op, to_dtype(arguments, torch.float64, "cpu"))
+
+
+def _results(op: Op, arguments: Arguments) -> list[Tensor] | str:
     try:
         with torch.no_grad():
-            return list(as_results(op.function(*to_dtype(arguments, torch.float64, "cpu"))))
+            return list(as_results(op.function(*arguments)))
     except Exception as error:  # whatever a user's function raises
-        return _first_line(error)
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} with strides {tensor.stride()}"
-
-
-def _first_line(error: object) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+        return first_line(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ def elementwise(name: str, expression: str, scalars: Sequence[str] = (), *, redu
     direction, and where a tensor is float64, PyTorch, in float64. On a CPU a C++ kernel runs each direction, in float64
     where a tensor is. It is compiled once per machine, in seconds and with a line on stderr, in the first eager call
     that has a tensor of 16384 elements or names `backend="cpu"`. PyTorch runs smaller calls, those under torch.compile,
-    and all calls where there is no C++ compiler or FUSEOPT_NO_BUILD forbids compiling. For `bench`, each operation and
+    and all calls where there is no C++ compiler or FUSEOPT_NO_BUILD forbids compiling. The op has samples: tensors of
+    one shape, and one of them a row; `samples` gives others. For `bench`, each operation and
     each function of the expression counts as one floating-point operation.
 
     Args:
@@ -78,7 +79,35 @@ def elementwise(name: str, expression: str, scalars: Sequence[str] = (), *, redu
         return torch.broadcast_shapes(*(tensor.shape for tensor in arguments[: len(tensors)])).numel()
 
     op.flops(lambda *given: forward * elements(*given), lambda *given: backward * elements(*given))
+    op.samples(_Samples(compute, len(tensors), len(scalars)))
     return op
+
+
+class _Samples:
+    """Samples of an expression: tensors of one shape, then the last of them a row, and different scalars."""
+
+    def __init__(self, compute: Callable, tensors: int, scalars: int) -> None:
+        self._compute, self._tensors = compute, tensors
+        self._scalars = [0.5 + 0.25 * place for place in range(scalars)]
+
+    def __call__(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+        low, high = self._range
+        for last in ((8, 768), (768,))[: self._tensors]:
+            shapes = [(8, 768)] * (self._tensors - 1) + [last]
+            drawn = [torch.empty(shape, device=device).uniform_(low, high).to(dtype) for shape in shapes]
+            yield (*drawn, *self._scalars)
+
+    @functools.cached_property
+    def _range(self) -> tuple[float, float]:
+        """Of the values: the first for which the result is finite, as that of a logarithm is not everywhere."""
+        ranges = ((-2.0, 2.0), (0.5, 2.0), (0.1, 0.9))
+        generator = torch.Generator().manual_seed(0)
+        for low, high in ranges:
+            shape = (self._tensors, 4096)
+            drawn = torch.rand(shape, dtype=torch.float64, generator=generator) * (high - low) + low
+            if self._compute(*drawn, *self._scalars).isfinite().all():
+                return low, high
+        return ranges[0]
 
 
 def _annotated(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fuseopt.errors import OpError
 from fuseopt.extend.backends import Kernel, noting
-from fuseopt.extend.signature import as_results, tensors_of, with_tensors
+from fuseopt.extend.signature import as_results, kind_of, tensors_of, with_tensors
 from fuseopt.ops.library import is_differentiated_again
 
 if TYPE_CHECKING:
@@ -90,11 +90,28 @@ def gradients(
         formula: called in place of the one that was given to the op, with the same arguments.
     """
     by_hand = op.formula(backend)
-    if by_hand is None or is_differentiated_again():
-        return of_reference(op.function, arguments, grads, needed)
-    if formula is not None:
-        return _scattered(formula(arguments, outputs, grads, needed), needed)
-    return by_formula(op, by_hand, arguments, outputs, grads, needed)
+    try:
+        if by_hand is None or is_differentiated_again():
+            return of_reference(op.function, arguments, grads, needed)
+        if formula is not None:
+            return _scattered(formula(arguments, outputs, grads, needed), needed)
+        return by_formula(op, by_hand, arguments, outputs, grads, needed)
+    except RuntimeError as error:
+        _check_results(op, backend, arguments, grads, error)
+        raise
+
+
+def _check_results(
+    op: Op, backend: str, arguments: Sequence[Any], grads: Sequence[Tensor | None], error: RuntimeError
+) -> None:
+    """Raise OpError if the gradients that came in, and so the kernel's results, are not like the function's."""
+    with torch.no_grad():
+        wanted = as_results(op.function(*arguments))
+    for grad, result in zip(grads, wanted, strict=True):
+        if grad is not None and (grad.shape, grad.dtype) != (result.shape, result.dtype):
+            raise OpError(
+                f"{op.name}: its {backend} kernel gave {kind_of(grad)}, the function gives {kind_of(result)}"
+            ) from error
 
 
 def by_formula(

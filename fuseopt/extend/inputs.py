@@ -9,8 +9,22 @@ import torch
 from torch import Tensor
 
 from fuseopt.extend.signature import tensors_of, with_tensors
+from fuseopt.ops import registry
 
 Arguments = tuple[Any, ...]
+
+
+def registry_samples(
+    samples: Callable[[torch.device, torch.dtype], Iterator[Arguments]],
+    device: torch.device,
+    dtype: torch.dtype,
+    requires_grad: bool,
+) -> Iterator[registry.SampleInput]:
+    """An op's samples as the registry of ops takes them."""
+    for arguments in samples(device, dtype):
+        for tensor in tensors_of(arguments):
+            tensor.requires_grad_(requires_grad and tensor.is_floating_point())
+        yield registry.SampleInput(arguments)
 
 
 def resized(arguments: Sequence[Any], sizes: Callable[[int], int]) -> Arguments:

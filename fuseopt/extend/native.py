@@ -25,7 +25,7 @@ from fuseopt.errors import NativeBuildError, OpError, shown
 from fuseopt.extend import nvrtc
 from fuseopt.extend.backends import Kernel
 from fuseopt.extend.own_library import Missing, library_of
-from fuseopt.extend.signature import check_callable, tensors_of, with_tensors
+from fuseopt.extend.signature import check_takes, tensors_of, with_tensors
 
 if TYPE_CHECKING:
     from fuseopt.extend.own_op import Op
@@ -120,7 +120,7 @@ def add(
 def _check_launch(op: Op, kernel: str, grid: Any, block: Any) -> None:
     if not re.fullmatch(r"[A-Za-z_]\w*", kernel, re.ASCII):
         raise OpError(f"{op.name}: {shown(kernel)} is no name of a kernel")
-    check_callable(op.name, "grid", grid)
+    check_takes(op.name, "grid", grid, *op.signature.names)
     _three(op, "block", block)
 
 

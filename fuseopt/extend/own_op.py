@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-import itertools
 import os
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -19,18 +16,25 @@ from torch._ops import OpOverload
 from torch.compiler import is_dynamo_compiling
 
 from fuseopt.errors import OpError, user_stack_level
+from fuseopt.extend import inlined_ops
 from fuseopt.extend.backends import COMPILE, KERNELS, PLAIN, REFERENCE, Kernel, compiled_on_first_call, in_order, noting
 from fuseopt.extend.eager_calls import EagerCalls
-from fuseopt.extend.signature import Signature, as_results, check_callable, check_name, tensors_of, without_autocast_for
+from fuseopt.extend.inputs import registry_samples
+from fuseopt.extend.signature import (
+    Signature,
+    as_results,
+    check_name,
+    check_takes,
+    takes_argument,
+    tensors_of,
+    without_autocast_for,
+)
 from fuseopt.extend.torch_op import TorchOp
 from fuseopt.ops import registry
 
 FunctionT = TypeVar("FunctionT", bound=Callable)
 
 _OPS: dict[str, Op] = {}
-# Ops by a key that no other op ever has, as torch.compile passes strings, but not objects, to a function that it runs.
-_BY_KEY: weakref.WeakValueDictionary[str, Op] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
 _LOCK = threading.RLock()  # held while names are taken or freed
 
 
@@ -53,15 +57,9 @@ def op(name: str, *, flops: Callable | None = None) -> Callable[[Callable], Op]:
     return lambda function: Op(name, function, flops)
 
 
-def unregister(name: str) -> None:
-    """Remove an op of the user's own, from `torch.ops` too.
-
-    Raises:
-        KeyError: there is none of that name.
-    """
+def unregister_op(name: str) -> None:
+    """Remove an op of the user's own, from `torch.ops` too; KeyError if there is none of that name."""
     with _LOCK:
-        if name not in _OPS:
-            raise KeyError(f"no op {name!r}; there are {', '.join(sorted(_OPS)) or 'none'}")
         _OPS.pop(name).close()
 
 
@@ -96,22 +94,23 @@ class Op:
     def __init__(self, name: str, function: Callable, flops: Callable | None = None) -> None:
         self.signature = Signature.of(name, function)
         self.name, self.function = name, function
-        self._count = len(self.signature.names)
-        self._key = f"{name}#{next(_numbers)}"
-        _BY_KEY[self._key] = self
+        self._count, self._numbers = len(self.signature.names), self.signature.numbers
+        self._key = inlined_ops.add(self)
         self.fake_function: Callable | None = None
         functools.update_wrapper(self, function)
         self._kernels: dict[str, Kernel] = {REFERENCE: Kernel(REFERENCE, function, name=f"function of {name}")}
         self._formulas: dict[str | None, Callable] = {}
         self._samples: Callable | None = None
-        self._flops: tuple[Callable | None, Callable | None] = (flops, None)
+        self._flops: tuple[Callable | None, Callable | None] = (None, None)
+        if flops is not None:
+            self.flops(flops)
         self.calls = EagerCalls(self, {})
         self._is_closed = False
         with _LOCK:
             if name in _OPS:
                 message = f"fuseopt: {name} is registered again and replaces the one before"
                 warnings.warn(message, stacklevel=user_stack_level())
-                unregister(name)
+                unregister_op(name)
             self._torch_op = TorchOp(self)
             try:
                 self._torch_op.define("auto")
@@ -136,7 +135,7 @@ class Op:
             raise OpError(f"{self.name}: a kernel can be given for {', '.join(KERNELS)}, not for {backend!r}")
 
         def add(function: FunctionT) -> FunctionT:
-            check_callable(self.name, f"{backend} kernel", function)
+            check_takes(self.name, f"{backend} kernel", function, *self.signature.names)
             run = compiled_on_first_call(function) if backend == COMPILE else function
             self.add_kernel(Kernel(backend, run, supports))
             return function
@@ -150,7 +149,7 @@ class Op:
             OpError: the op is not registered any more, or the name that the kernel gets in `torch.ops` is taken.
         """
         if kernel.supports is not None:
-            check_callable(self.name, "`supports`", kernel.supports)
+            check_takes(self.name, "`supports`", kernel.supports, *self.signature.names)
         with _LOCK:
             self._check_open()
             self._torch_op.define(kernel.backend)
@@ -166,7 +165,7 @@ class Op:
         Raises:
             OpError: the op has no such kernel.
         """
-        check_callable(self.name, "`supports`", predicate)
+        check_takes(self.name, "`supports`", predicate, *self.signature.names)
         named = [name for name in self._kernels if name not in PLAIN] if backend is None else [backend]
         if not named:
             raise OpError(f"{self.name} has no kernel yet; give one first, by .kernel(...) or .native(...)")
@@ -191,21 +190,21 @@ class Op:
         return self._set_formula(None, formula)
 
     def _set_formula(self, backend: str | None, formula: FunctionT) -> FunctionT:
-        check_callable(self.name, "backward", formula)
-        takes_needed = "needed" in inspect.signature(formula).parameters
+        takes_needed = takes_argument(formula, "needed")
+        check_takes(self.name, "backward", formula, "inputs", "output", "grad_output", *["needed"] * takes_needed)
         self._formulas[backend] = formula if takes_needed else lambda *given: formula(*given[:3])
         self._renew_calls()
         return formula
 
     def fake(self, function: FunctionT) -> FunctionT:
         """Decorator for the op on tensors without data: the function's arguments -> empty results, contiguous."""
-        check_callable(self.name, "fake", function)
+        check_takes(self.name, "fake", function, *self.signature.names)
         self.fake_function = function
         return function
 
     def samples(self, function: FunctionT) -> FunctionT:
         """Decorator for a generator `(device, dtype)` of argument tuples, for `check`, `bench` and `verify`."""
-        check_callable(self.name, "samples", function)
+        check_takes(self.name, "samples", function, "device", "dtype")
         self._samples = function
         return function
 
@@ -215,13 +214,14 @@ class Op:
         Args:
             backward: the same for the backward.
         """
+        for each in filter(None, (forward, backward)):
+            check_takes(self.name, "flops", each, *self.signature.names)
         self._flops = forward, backward
         return forward
 
     def operations(self, arguments: Sequence[Any], backward: bool) -> int | None:
         """Floating-point operations of a call, or of its backward; None where `flops` was given nothing for it."""
-        function = self._flops[backward]
-        return None if function is None else int(function(*arguments))
+        return None if (function := self._flops[backward]) is None else int(function(*arguments))
 
     def native(
         self,
@@ -235,10 +235,9 @@ class Op:
         """Give kernels as C++ or CUDA source. They are compiled here, once per machine. Returns the op.
 
         A source is C++ against torch's stable ABI (`torch/csrc/stable`), with a function of the op's name and
-        arguments, that checks what it is given. With `kernel`, the CUDA source is a bare `__global__` kernel, called
-        with pointers of the tensors, made contiguous, and the numbers, as int and double, in the op's order, then
-        pointers of the results, which are allocated, and the number of elements of the first of them, as int. NVRTC
-        compiles it, or nvcc what that refuses.
+        arguments that checks them. With `kernel`, the CUDA source is a bare `__global__` kernel, called with pointers
+        of the tensors, made contiguous, and the numbers, as int and double, in the op's order, then pointers of the
+        results, and the number of elements of the first, as int. NVRTC compiles it, or nvcc what that refuses.
 
         Args:
             cuda, cpu: the text of a source, or the path of a file.
@@ -259,9 +258,9 @@ class Op:
     def bench(self, shapes: Sequence[str] = (), dtypes: Sequence[str] = (), **options: Any) -> Any:
         """Time each backend, forward and backward, beside eager, torch.compile and a copy of as many bytes.
 
-        From then on "auto" takes the backend that was the fastest by 5% or more on this machine, until a source of the
-        op changes: for calls whose first tensor has this dtype and a size between the same powers of two; where a
-        gradient is needed, by forward and backward together. FUSEOPT_MEASURED=0 keeps and reads no times.
+        "auto" then takes the backend that was the fastest by 5% or more, until a source of the op changes: for calls
+        whose first tensor has this dtype and a size between the same powers of two; by forward and backward together
+        where a gradient is needed. FUSEOPT_MEASURED=0 keeps and reads no times.
 
         Args:
             shapes: of the samples' first tensor, as "4096x1024"; other tensors follow where they have the same sizes.
@@ -272,9 +271,8 @@ class Op:
                 keep the times for "auto".
 
         Returns:
-            `fuseopt.bench.harness.records.Results`: `to_markdown()` is a table, `save(path)` writes JSON, and
-            `plot(path)` or `plot(path, "bandwidth")` draws it. Where the op has its `flops`, GFLOP/s and the machine's
-            peaks are in it, for `plot(path, "roofline")`.
+            `fuseopt.bench.harness.records.Results`: `print` shows its table, `save(path)` writes JSON, `plot(path,
+            "times" | "bandwidth")` draws it, and "roofline" too for an op with `flops`.
 
         Raises:
             OpError: there are no samples, or a shape has another number of sizes.
@@ -297,6 +295,9 @@ class Op:
             args = self.signature.bind(self.name, args, kwargs)
         if is_dynamo_compiling():
             return self._call_traced(backend, args)
+        for place, types in self._numbers:
+            if args[place].__class__ not in types:
+                self.signature.check_numbers(self.name, args)
         calls = self.calls
         if calls.call_directly is not None:
             output = calls.call_directly(calls, calls.listed, backend, args)
@@ -323,16 +324,13 @@ class Op:
             OpError: no samples were given, or they give none.
         """
         if self._samples is None:
-            raise OpError(
-                f"{self.name} has no samples to be called with; give a generator of argument tuples:\n"
-                f"    @{self.__name__}.samples\n    def _(device, dtype):\n"
-                "        yield (torch.randn(8, 768, device=device, dtype=dtype),)"
-            )
-        number = 0
+            hint = self.signature.samples_hint(self.__name__)
+            raise OpError(f"{self.name} has no samples to be called with; give a generator of argument tuples:\n{hint}")
+        sample = None
         with noting(f"the samples of {self.name}"):
-            for number, sample in enumerate(self._samples(device, dtype), 1):  # noqa: B007
+            for sample in self._samples(device, dtype):
                 yield self.signature.bind(self.name, sample if isinstance(sample, tuple) else (sample,), {})
-        if number == 0:
+        if sample is None:
             raise OpError(f"{self.name}: its samples yield nothing for {device} and {dtype}")
 
     def backends_on(self, device: str) -> tuple[list[str], dict[str, list[str]]]:
@@ -366,7 +364,7 @@ class Op:
     def _call_traced(self, backend: str, arguments: Sequence[Any]) -> Any:
         """A call that Dynamo traces: the function itself where no kernel could run, so that Inductor can fuse it."""
         first = next(tensors_of(arguments), None)
-        if _is_inlined(self._key, backend, "cpu" if first is None else first.device.type):
+        if inlined_ops.is_inlined(self._key, backend, "cpu" if first is None else first.device.type):
             return self.reference(arguments)
         return self.seen_by_torch(backend, arguments)
 
@@ -391,24 +389,5 @@ class Op:
         self._renew_calls()
         backends = tuple(kernel.as_backend() for kernel in in_order(self._kernels))
         registry.unregister(self.name)
-        registry.register(registry.Op(self.name, self, self.function, self._registry_samples, backends))
-
-    def _registry_samples(
-        self, device: torch.device, dtype: torch.dtype, requires_grad: bool
-    ) -> Iterator[registry.SampleInput]:
-        for arguments in self.sample_arguments(device, dtype):
-            for tensor in tensors_of(arguments):
-                tensor.requires_grad_(requires_grad and tensor.is_floating_point())
-            yield registry.SampleInput(arguments)
-
-
-def _is_inlined(key: str, backend: str, device: str) -> bool:
-    """Whether torch.compile takes the op's function in place of a call."""
-    op = _BY_KEY[key]
-    kernels, _ = op.calls.order(backend, device)
-    first = next((kernel.backend for kernel in kernels if kernel.in_eager is None), None)
-    return first in PLAIN and op.formula(first) is None
-
-
-# What torch.compiler.assume_constant_result sets; calling that would import torch._dynamo.
-_is_inlined._dynamo_marked_constant = True  # type: ignore[attr-defined]
+        samples = functools.partial(registry_samples, self.sample_arguments)
+        registry.register(registry.Op(self.name, self, self.function, samples, backends))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import inspect
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
@@ -15,7 +17,8 @@ from torch import nn
 from fuseopt.errors import OpError, user_stack_level
 from fuseopt.extend.backends import noting, refusal
 from fuseopt.extend.exchange import Exchange, codes_of, globals_of, not_exchanged_reason
-from fuseopt.extend.own_op import Op, registered
+from fuseopt.extend.own_op import Op, registered, unregister_op
+from fuseopt.extend.signature import can_take, signature_of, source_of
 from fuseopt.kernel_table import CUSTOM, TRITON, Kernel, register_kernel, unregister_kernel
 from fuseopt.models import PolicyExtension, Rule, extend_policy, full_name
 from fuseopt.modules import base
@@ -28,15 +31,33 @@ ClassT = TypeVar("ClassT", bound=type)
 FunctionT = TypeVar("FunctionT", bound=Callable)
 
 _PRESETS: dict[str, dict[str, Any]] = {"inference": {}, "reference": {}, "training": {}}
-# Kernel name -> the rules behind it, if there are any.
-_registered: dict[str, PolicyExtension | None] = {}
+
+
+@dataclass(frozen=True)
+class _Registration:
+    """What `replaces` or `replaces_function` did.
+
+    Attributes:
+        kernel: the entry in the kernel table.
+        path: full name of what is replaced.
+        rules: those behind the entry, if there are any.
+    """
+
+    kernel: Kernel
+    path: str
+    rules: PolicyExtension | None = None
+
+
+_registered: dict[str, _Registration] = {}  # by the name of the class or function decorated
 
 
 class FusedModule(base.FusedModule):
     """Base of a user's module that stands in for another: it has that module's parameters, buffers and attributes.
 
-    A subclass defines `forward`, with the signature of the class that it replaces. `self.backend` is the config's: a
-    forward that passes it on, as `op(x, backend=self.backend)`, obeys `"backend": "triton"` and the like.
+    A subclass defines `forward`, with the signature of the class that it replaces, and no `__init__`, which would not
+    be called. State of its own is an attribute of the class, or one that `forward` sets when it is missing; `restore`
+    hands the latter to the original module. `self.backend` is the config's: a forward that passes it on, as
+    `op(x, backend=self.backend)`, obeys `"backend": "triton"` and the like.
     """
 
     backend: str
@@ -60,7 +81,8 @@ def replaces(
     """Decorator for a `FusedModule` that stands in for modules of exactly one class, in any model.
 
     Its class name is the kernel's: `custom_cuda_kernels` and `triton_kernels` take it, and every preset has it.
-    Decorating a class of the same name again replaces it, with a warning.
+    Decorating a class of the same name again replaces it, with a warning. Of two for the same class the newer is asked
+    first. `fuseopt.unregister(name)` takes it back.
 
     Args:
         source: the class, or its full name as "package.module.Class".
@@ -69,28 +91,38 @@ def replaces(
         op: the op that its forward calls, whose backend plans and reports show; by default the one that it names.
 
     Raises:
-        OpError: the class is no FusedModule, has no forward or has the name of one of fuseopt's own kernels, or
-            `source` is no class of modules.
+        OpError: the class is no FusedModule, has an `__init__`, has no forward or one that takes other arguments, or
+            has the name of one of fuseopt's own kernels; or `source` is no class of modules.
     """
-    is_name = isinstance(source, str) and "." in source
+    is_name = isinstance(source, str) and "." in source.strip(".")
     if not (is_name or (isinstance(source, type) and issubclass(source, nn.Module))):
         raise OpError(
             f"fuseopt.replaces takes a class of modules, or its full name as 'package.module.Class', not {source!r}"
         )
     path = source if isinstance(source, str) else full_name(source)
+    replaced = _found(source) if isinstance(source, str) else source
 
     def register(cls: ClassT) -> ClassT:
         if not (isinstance(cls, type) and issubclass(cls, FusedModule)):
             raise OpError(f"{getattr(cls, '__name__', cls)} must be a subclass of fuseopt.FusedModule")
         if cls.forward is FusedModule.forward:
             raise OpError(f"{cls.__name__} defines no forward; give it one that takes the arguments of {path}'s")
+        if any("__init__" in vars(base) for base in cls.__mro__[: cls.__mro__.index(FusedModule)]):
+            raise OpError(
+                f"{cls.__name__}.__init__{source_of(cls.__init__)} would not be called, as the module takes over the "
+                "state of the one that it replaces; keep state of its own in an attribute of the class, or let forward "
+                "set it when it is missing"
+            )
+        if replaced is not None and replaced.forward is not nn.Module.forward:
+            _check_same_arguments(f"{cls.__name__}.forward", cls.forward, f"{path}.forward", replaced.forward)
         called = op or _op_called_by(cls)
         propose = functools.partial(_propose, path, cls, when, None if called is None else called.name)
         lists: dict[str, dict[str, type]] = {CUSTOM: {}} if called is None else {CUSTOM: {}, TRITON: {}}
         # Without its op, which may be unregistered meanwhile.
         kernel = Kernel(cls.__name__, propose, None, lists, _PRESETS)
-        _put_in(kernel)
-        _registered[kernel.name] = extend_policy(model_types or "all", kernels=[Rule(path, cls)])
+        _put_in(kernel, path, is_for_all=when is None and model_types is None)
+        rules = extend_policy(model_types or "all", kernels=[Rule(path, cls)])
+        _registered[kernel.name] = _Registration(kernel, path, rules)
         return cls
 
     return register
@@ -104,14 +136,14 @@ def replaces_function(
     A module whose class calls the function in `forward` has its own `forward` set on the instance: a copy that reads
     another function by the name that its file imported, through an imported module, from a closure or from a default
     argument. The function's package stays as it is, and so does every other caller. Modules that call it in another
-    way are left, with the reason in the plan.
+    way, as in a helper of their file, are left, with the reason in the plan. `fuseopt.unregister(name)` takes it back.
 
     Args:
         path: full name of the function, as "package.module.function".
         when, model_types: as those of `replaces`.
 
     Raises:
-        OpError: there is no such function.
+        OpError: there is no such function, or the one decorated takes other arguments.
     """
     module, _, name = path.rpartition(".")
     try:
@@ -121,11 +153,30 @@ def replaces_function(
     types_ = None if model_types is None else tuple(model_types)
 
     def register(replacement: FunctionT) -> FunctionT:
+        _check_same_arguments(replacement.__name__, replacement, path, function)
         propose = functools.partial(_propose_function, path, function, replacement, when, types_)
-        _put_in(Kernel(replacement.__name__, propose, None, {CUSTOM: {}}, _PRESETS))
+        kernel = Kernel(replacement.__name__, propose, None, {CUSTOM: {}}, _PRESETS)
+        _put_in(kernel, path, is_for_all=when is None and model_types is None)
         return replacement
 
     return register
+
+
+def unregister(name: str) -> None:
+    """Remove what has this name: an op, or a class or function under `replaces` or `replaces_function`.
+
+    Models that it was put into are not changed.
+
+    Raises:
+        KeyError: there is none of that name.
+    """
+    if name in _registered:
+        unreplace(name)
+    elif name in registered():
+        unregister_op(name)
+    else:
+        known = ", ".join(sorted((*registered(), *_registered)))
+        raise KeyError(f"no op {name!r} and no replacement of that name; there are {known or 'none'}")
 
 
 def unreplace(name: str) -> None:
@@ -134,13 +185,14 @@ def unreplace(name: str) -> None:
     Raises:
         KeyError: there is none of that name.
     """
-    rules = _registered.pop(name)
-    if rules is not None:
-        rules.remove()
+    registration = _registered.pop(name)
+    if registration.rules is not None:
+        registration.rules.remove()
     unregister_kernel(name)
 
 
-def _put_in(kernel: Kernel) -> None:
+def _put_in(kernel: Kernel, path: str, *, is_for_all: bool) -> None:
+    """Put a kernel into the table, before those that are there for the same class or function."""
     if kernel.name in _registered:
         message = f"fuseopt: {kernel.name} is registered again and replaces the one before"
         warnings.warn(message, stacklevel=user_stack_level())
@@ -149,7 +201,54 @@ def _put_in(kernel: Kernel) -> None:
         register_kernel(kernel)
     except ValueError as error:
         raise OpError(f"{error}; give the class or function another name") from error
-    _registered[kernel.name] = None
+    older = [each.kernel for each in _registered.values() if each.path == path]
+    for each in older:
+        unregister_kernel(each.name)
+        register_kernel(each)
+    if older and is_for_all:
+        names = ", ".join(each.name for each in older)
+        message = f"fuseopt: {kernel.name} is asked before {names}, for {path}; fuseopt.unregister takes one back"
+        warnings.warn(message, stacklevel=user_stack_level())
+    _registered[kernel.name] = _Registration(kernel, path)
+
+
+def _found(path: str) -> Any:
+    """The class at a path, if its module is imported already.
+
+    Raises:
+        OpError: its package can be imported, and has no such module or class.
+    """
+    parts = path.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:end])
+        try:
+            is_there = name in sys.modules or importlib.util.find_spec(name) is not None
+        except (ImportError, ValueError):  # of a part that is no package
+            is_there = False
+        if is_there:
+            break
+    else:
+        return None
+    found = sys.modules.get(name)
+    if found is None and end == len(parts) - 1:
+        return None
+    for part in parts[end:] if "<locals>" not in parts else ():
+        found = getattr(found, part, None)
+        if found is None:
+            raise OpError(f"there is no class {path!r} to replace: {name} has no {'.'.join(parts[end:])}")
+    return found
+
+
+def _check_same_arguments(name: str, function: Any, source: str, replaced: Any) -> None:
+    """Raise OpError unless a function takes as many positional arguments as the one that it stands in for."""
+    own, other = signature_of(function), signature_of(replaced)
+    if own is None or other is None or not isinstance(inspect.unwrap(function), types.FunctionType):
+        return
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [parameter for parameter in other.parameters.values() if parameter.kind in kinds]
+    required = sum(parameter.default is inspect.Parameter.empty for parameter in positional)
+    if not all(can_take(own, count) for count in (required, len(positional))):
+        raise OpError(f"{name}{source_of(function)} takes {own}; {source} takes {other}, and it must take the same")
 
 
 def _op_called_by(cls: type[FusedModule]) -> Op | None:
@@ -178,6 +277,11 @@ def _propose(
     for rule in context.policy.kernels:
         if rule.target is cls and rule.source == path:
             yield from propose_rule(context, rule, options)
+    package = path.partition(".")[0]
+    if package not in sys.modules and importlib.util.find_spec(package) is None:
+        reason = f"no module of class {path}: there is no package {package}"
+        root = context.index.root
+        yield context.skip(forward_sites(root), root.class_name, cls.__name__, reason)
 
 
 def _refusal(name: str, when: Callable | None, module: nn.Module) -> str | None:
@@ -233,12 +337,27 @@ def _how_called(cls: type[nn.Module], exchange: Exchange) -> str | None:
             continue
         if exchange.within(method) is not method:
             if name != "forward":
-                return f"it is called in {name}, not in forward; call it there"
+                return f"it is called in {name}, not in forward; call it in forward"
             return not_exchanged_reason(method, function) or ""
         if name == "forward" and any(function.__name__ in code.co_names for code in codes_of(method.__code__)):
             reason = not_exchanged_reason(method, function)
             if reason is not None and "imports" in reason:
                 return reason
+    return _helper_reason(cls.forward, exchange)
+
+
+def _helper_reason(method: Any, exchange: Exchange) -> str | None:
+    """The function of the forward's own file through which it calls the function; None if there is none."""
+    asked, seen = [inspect.unwrap(method)], {exchange.replacement}
+    while asked:
+        caller = asked.pop()
+        for name, helper in globals_of(caller).items():
+            if getattr(helper, "__globals__", None) is not caller.__globals__ or helper in seen:
+                continue
+            if exchange.within(helper) is not helper:
+                return f"it is called in {name}(), which forward calls; call it in forward"
+            seen.add(helper)
+            asked.append(helper)
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import keyword
+import numbers
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,17 @@ _NAMESPACES_OF_TORCH = (
 _ATTRIBUTES_OF_NAMESPACES = ("name", "_dir")
 
 
+_PLAIN_NUMBERS: dict[str, tuple[type, ...]] = {
+    "SymInt": (int, torch.SymInt),
+    "int": (int, torch.SymInt),
+    "float": (float, int, torch.SymFloat, torch.SymInt),
+    "bool": (bool, torch.SymBool),
+    "str": (str,),
+}
+# What else is converted, as the scalars of NumPy are.
+_NUMBERS: dict[str, type] = {"SymInt": numbers.Integral, "int": numbers.Integral, "float": numbers.Real}
+
+
 @dataclass(frozen=True)
 class Signature:
     """What calls of an op look like.
@@ -49,6 +61,7 @@ class Signature:
         defaults: by name, of the arguments that have one.
         has_lists: whether an argument is a list of tensors.
         are_tensors: whether all arguments are tensors, or None.
+        numbers: (place, types) of the arguments that are a number, a bool or a str.
         results: how many tensors the op gives; None for a list of them, whose length is the function's.
     """
 
@@ -57,6 +70,7 @@ class Signature:
     defaults: Mapping[str, Any]
     has_lists: bool
     are_tensors: bool
+    numbers: tuple[tuple[int, tuple[type, ...]], ...]
     results: int | None
 
     @classmethod
@@ -93,6 +107,11 @@ class Signature:
             {key: p.default for key, p in parameters.items() if p.default is not inspect.Parameter.empty},
             any(argument.startswith("Tensor[]") for argument in arguments_of(schema)),
             all(argument.startswith(("Tensor ", "Tensor? ")) for argument in arguments_of(schema)),
+            tuple(
+                (place, _PLAIN_NUMBERS[kind] + (type(None),) * is_optional)
+                for place, (kind, is_optional) in enumerate(map(_kind_of, arguments_of(schema)))
+                if kind in _PLAIN_NUMBERS
+            ),
             None if results == "Tensor[]" else results.count("Tensor"),
         )
 
@@ -119,6 +138,64 @@ class Signature:
                     raise TypeError(f"{name}: the argument {key!r} {problem}; it takes {', '.join(self.names)}")
         return tuple(bound)
 
+    def samples_hint(self, function: str) -> str:
+        """Code that gives a function's op samples."""
+        drawn = "torch.randn(8, 768, device=device, dtype=dtype)"
+        values = {"Tensor": drawn, "Tensor[]": f"[{drawn}]", "float": "0.5", "bool": "True", "str": "'...'"}
+        kinds = [_kind_of(argument)[0] for argument in arguments_of(self.schema)]
+        arguments = ", ".join(values.get(kind, "1") for kind in kinds) + "," * (len(kinds) == 1)
+        return f"    @{function}.samples\n    def _(device, dtype):\n        yield ({arguments})"
+
+    def check_numbers(self, name: str, arguments: Sequence[Any]) -> None:
+        """Raise TypeError where a number, a bool or a str of a call is of a type that torch does not convert to it."""
+        kinds = arguments_of(self.schema)
+        for place, plain in self.numbers:
+            given = arguments[place]
+            kind, _ = _kind_of(kinds[place])
+            if not isinstance(given, plain) and not isinstance(given, _NUMBERS.get(kind, ())):
+                expected = kind.replace("SymInt", "int") + " or None" * (type(None) in plain)
+                raise TypeError(f"{name}: the argument {self.names[place]!r} must be {expected}, not {shown(given)}")
+
+
+def check_takes(name: str, what: str, function: Any, *arguments: str) -> None:
+    """Raise OpError unless a user's function can be called, with these positional arguments."""
+    check_callable(name, what, function)
+    signature = signature_of(function)
+    if signature is not None and not can_take(signature, len(arguments)):
+        raise OpError(
+            f"{name}: its {what}{source_of(function)} takes {signature}, "
+            f"but is called with {len(arguments)} arguments: {', '.join(arguments)}"
+        )
+
+
+def signature_of(function: Any) -> inspect.Signature | None:
+    """The signature of a callable; None where it has none, as some that are written in C."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def can_take(signature: inspect.Signature, count: int) -> bool:
+    """Whether a call with this many positional arguments is right."""
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def takes_argument(function: Any, name: str) -> bool:
+    """Whether a callable has an argument of that name."""
+    signature = signature_of(function)
+    return signature is not None and name in signature.parameters
+
+
+def source_of(function: Any) -> str:
+    """ " (file:line)" of a Python function; empty for anything else."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+
 
 def check_name(name: str) -> None:
     """Raise OpError unless `name` is "namespace::op", in a namespace that is no package's own."""
@@ -143,6 +220,12 @@ def arguments_of(schema: str) -> list[str]:
     return [argument for argument in without_defaults.split(", ") if argument]
 
 
+def _kind_of(argument: str) -> tuple[str, bool]:
+    """The type of an argument of a schema, and whether it may be None."""
+    kind = argument.partition(" ")[0]
+    return kind.rstrip("?"), kind.endswith("?")
+
+
 def _annotation_message(name: str, function: Callable, error: Exception) -> str:
     file, line = inspect.getsourcefile(function), function.__code__.co_firstlineno
     takes = "Tensor, list[Tensor], Tensor | None, int, float, bool or str"
@@ -153,8 +236,8 @@ def _annotation_message(name: str, function: Callable, error: Exception) -> str:
             return f"{name} ({file}:{line}): the argument {key!r} has no annotation; give {takes}"
     if inspect.signature(function).return_annotation is inspect.Signature.empty:
         return f"{name} ({file}:{line}): the result has no annotation; give -> Tensor, or -> tuple[Tensor, Tensor]"
-    reason = str(error).partition("): ")[2].partition(". The valid types")[0].partition(". Got func")[0]
-    reason = reason.partition(". Please file")[0]
+    # The first sentence: in the next ones torch lists its types.
+    reason = re.split(r"\.\s", str(error).partition("): ")[2])[0]
     return f"{name} ({file}:{line}): {reason}; an op takes {takes}"
 
 
@@ -190,6 +273,11 @@ def without_autocast_for(arguments: Sequence[Any]) -> contextlib.AbstractContext
 def as_results(output: Any) -> tuple[Tensor, ...]:
     """An op's results as a tuple, of one where it gives one tensor."""
     return (output,) if isinstance(output, Tensor) else tuple(output)
+
+
+def kind_of(tensor: Tensor) -> str:
+    """Dtype and shape of a tensor, for messages."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def look_at(arguments: Sequence[Any]) -> tuple[Tensor | None, bool]:

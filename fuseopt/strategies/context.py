@@ -112,13 +112,20 @@ def choose_backend(op_name: str, wanted: str, index: ModelIndex) -> BackendChoic
     if wanted == "auto" and not refused:
         for device, choice in choices.items():
             if choice.backend != device:
-                reasons = choice.refused.get(device, [f"there is no {device} backend"])
-                refused.append(f"not on {device}: {'; '.join(reasons)}")
+                where = f"on {device}: " if len(choices) > 1 else ""
+                refused.append(where + "; ".join(_passed_over(device, choice)))
     backends = {choice.backend for choice in choices.values()}
     libraries = tuple(kind for kind in loader.KINDS if kind in backends)
     # Where the device of the input decides between several, the plan can name none of them.
     backend = backends.pop() if len(backends) == 1 else wanted
     return BackendChoice(backend, libraries, "; ".join(refused) or None, op.name, wanted)
+
+
+def _passed_over(device: str, choice: registry.Choice) -> list[str]:
+    """Why the device's own backend, and each other one before the chosen, does not run."""
+    language = {"cpu": "C++", "cuda": "CUDA"}.get(device, device)
+    missing = [] if device in choice.refused else [f"no {language} kernel"]
+    return missing + [f"{backend}: {'; '.join(reasons)}" for backend, reasons in choice.refused.items()]
 
 
 def _choices(op: registry.Op, wanted: str, index: ModelIndex) -> dict[str, registry.Choice]:

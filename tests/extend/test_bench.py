@@ -30,6 +30,7 @@ def test_backends_are_timed_beside_eager_and_a_copy(tmp_path):
 
     results = mul_add_relu.bench(["16x48"], ["float32"], device="cpu")
     table = results.to_markdown()
+    assert str(results) == table
     assert all(f"mine::mul_add_relu {way}, 16x48, float32" in table for way in ("fwd", "bwd"))
     assert all(name in table for name in ("cpu", "reference", "eager", "copy")), table
     results.save(tmp_path / "results.json")

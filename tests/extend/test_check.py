@@ -190,3 +190,86 @@ def test_the_compile_backend_is_traced_without_inductor_which_takes_seconds(op, 
     tried = {row.check for row in report.rows if row.backend == "compile" and row.status == "ok"}
     assert {"as sampled, fp32", "empty, fp32", "gradient, fp32"} <= tried
     assert len(used) > 8 and set(used) == {"aot_eager"}
+
+
+def test_a_report_is_true_if_it_is_ok(op):
+    assert bool(fuseopt.check(op, device="cpu", dtypes=[torch.float32])) is True
+    op.kernel("cpu")(lambda a, b, c: torch.relu(a * b + c) + 1)
+    report = fuseopt.check(op, device="cpu", dtypes=[torch.float32])
+    assert report.failures and bool(report) is False
+
+
+def test_an_op_without_samples_is_a_row_beside_the_others(tmp_path, capsys):
+    file = tmp_path / "ops.py"
+    source = """
+        import fuseopt
+        from torch import Tensor
+
+        @fuseopt.op("file::bare")
+        def bare(a: Tensor, b: list[Tensor], scale: float = 1.0) -> Tensor:
+            return a * b[0] * scale
+
+        @fuseopt.op("file::raising")
+        def raising(a: Tensor) -> Tensor:
+            return a + 1
+
+        @raising.samples
+        def _(device, dtype):
+            raise KeyError("data")
+
+        plus = fuseopt.elementwise("file::plus", "log(a) + scale * b", scalars=("scale",))
+    """
+    file.write_text(textwrap.dedent(source))
+    try:
+        assert main(["check", str(file), "--device", "cpu"]) == 1
+        printed = capsys.readouterr().out
+    finally:
+        for name in ("bare", "raising", "plus"):
+            fuseopt.unregister(f"file::{name}")
+    drawn = "torch.randn(8, 768, device=device, dtype=dtype)"
+    assert f"yield ({drawn}, [{drawn}], 0.5)" in printed
+    assert "samples  FAIL  KeyError: 'data'" in printed and "file::plus on cpu: ok" in printed
+
+
+@pytest.mark.parametrize(("expression", "low"), [("a * k + b", -2), ("log(a) + k * b", 0.5), ("sqrt(1 - a) + b", 0.1)])
+def test_samples_of_an_expression_are_in_its_domain(expression, low):
+    scalars = ("k",) if "k" in expression else ()
+    op = fuseopt.elementwise("mine::sampled", expression, scalars)
+    try:
+        samples = list(op.sample_arguments(torch.device("cpu"), torch.float32))
+        assert [sample[1].shape for sample in samples] == [(8, 768), (768,)]
+        for sample in samples:
+            assert low <= sample[0].min() < low + 0.2 and op.function(*sample).isfinite().all()
+    finally:
+        fuseopt.unregister("mine::sampled")
+
+
+def test_a_result_of_another_shape_is_named_with_both(op):
+    op.kernel("cpu")(lambda a, b, c: torch.relu(a * b + c)[:1])
+    wrong = "its cpu kernel gave float32 (1, 24), the function gives float32 (4, 24)"
+    found = failures(op, dtypes=[torch.float32])
+    assert found["as sampled, fp32"].endswith(wrong)
+    assert "(4, 24) with strides (48, 2)" in found["non-contiguous, fp32"]
+    drawn = [torch.randn(4, 24, requires_grad=True) for _ in range(3)]
+    with pytest.raises(OpError) as raised:
+        op(*drawn).sum().backward()
+    assert wrong in str(raised.value)
+
+
+def test_gradcheck_of_a_kernel_in_float32_says_so(op):
+    op.kernel("cpu")(lambda a, b, c: torch.relu(a.float() * b.float() + c.float()).to(a.dtype))
+    found = failures(op, dtypes=[torch.float32])["gradcheck"]
+    assert found.startswith("Jacobian mismatch") and ",;" not in found and "refuse it in `supports`" in found
+
+
+def test_a_function_that_writes_into_its_arguments_is_named_first(op):
+    @fuseopt.op("mine::in_place")
+    def in_place(a: Tensor, b: Tensor) -> Tensor:
+        return b.mul_(a)
+
+    @in_place.samples
+    def _(device, dtype):
+        yield torch.randn(4, 3, device=device, dtype=dtype), torch.randn(4, 3, device=device, dtype=dtype)
+
+    row = fuseopt.check(in_place, device="cpu", dtypes=[torch.float32]).rows[0]
+    assert (row.status, row.detail[:36]) == ("FAIL", "the function writes into tensor 1 of")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fuseopt
+from fuseopt.extend.check_file import check_file
 from fuseopt.extend.replaced import unreplace
 
 PAGE = Path(fuseopt.__file__).parents[1] / "docs" / "your-own-kernels.md"
@@ -96,7 +97,7 @@ def run(text: str, name: str, **given) -> dict:
 def no_modules_left():
     yield
     unreplace("FusedMulAddReLU")
-    del sys.modules["your_own_kernels"]
+    sys.modules.pop("your_own_kernels", None)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
@@ -105,9 +106,12 @@ def test_every_block_of_the_page_runs(tmp_path, capsys):
     assert len(blocks) >= 10
     file = tmp_path / "page.py"
     file.write_text("\n\n".join(blocks))
-    run(file.read_text(), str(file))
+    reports = check_file(file, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    assert [report.name for report in reports] == ["mine::mul_add_relu", "mine::scale_add_relu"]
+    assert all(reports), "\n".join(map(str, reports))
     printed = capsys.readouterr().out
     assert "mine::mul_add_relu on " in printed and "FAIL" not in printed
+    assert "| mul_add_relu" in printed or "mine::mul_add_relu fwd" in printed  # the table of `bench`
     assert printed.count("FusedMulAddReLU") >= 2  # in the plan and in the report
     # The kernel that the plan names runs the module's call too.
     assert torch.cuda.is_available() or "FusedMulAddReLU[cpu]" in printed

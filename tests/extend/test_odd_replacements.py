@@ -159,3 +159,62 @@ def test_a_model_goes_on_when_its_op_and_its_class_are_unregistered():
         assert torch.equal(model(X), X * 3)
     fuseopt.restore(model)
     assert torch.equal(model(X), X * 2)
+
+
+class TwoArguments(fuseopt.FusedModule):
+    def forward(self, x, y):
+        return x + y
+
+
+class WithInit(fuseopt.FusedModule):
+    def __init__(self):
+        super().__init__()
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (TwoArguments, r"TwoArguments\.forward \(.*test_odd_replacements.py:\d+\) takes \(self, x, y\)"),
+        (WithInit, r"WithInit\.__init__ \(.*test_odd_replacements.py:\d+\) would not be called"),
+    ],
+)
+def test_what_could_not_be_called_is_refused_at_registration(cls, message):
+    for source in (Stock, f"{Stock.__module__}.Stock"):
+        with pytest.raises(OpError, match=message):
+            fuseopt.replaces(source)(cls)
+    assert cls.__name__ not in str(fuseopt.plan(nn.Sequential(Stock())))
+
+
+def test_a_class_that_its_package_lacks_is_an_error_and_of_no_package_a_line(put_in):
+    for path in ("torch.nn.Absent", "torch.nn.modules.linear.Absent.Inner", "torch.absent.Linear"):
+        with pytest.raises(OpError, match=f"there is no class '{path}' to replace"):
+            fuseopt.replaces(path)
+    fuseopt.replaces("no.such.G")(Fused)
+    try:
+        planned = fuseopt.plan(nn.Sequential(Stock()), {"kernel_fusion": {"custom_cuda_kernels": ["Fused"]}})
+        assert "not done: Fused (kernels) matches nothing in the model: no module of class no.such.G" in str(planned)
+        assert "no module of class no.such.G" in str(fuseopt.plan(nn.Sequential(Stock())).skips)
+    finally:
+        fuseopt.unregister("Fused")
+
+
+class Newer(fuseopt.FusedModule):
+    def forward(self, x):
+        return x * 5
+
+
+def test_the_newest_of_a_class_is_asked_first_and_unregister_takes_it_back(put_in):
+    put_in(Fused)
+    with pytest.warns(UserWarning, match="Newer is asked before Fused, for .*Stock; fuseopt.unregister"):
+        fuseopt.replaces(Stock)(Newer)
+    model = nn.Sequential(Stock())
+    with fuseopt.fused(model):
+        assert [row.target for row in fuseopt.report(model).replaced] == ["Newer"]
+        assert torch.equal(model(X), X * 5)
+    fuseopt.unregister("Newer")
+    assert [r.target for r in fuseopt.plan(model).replacements] == ["Fused"]
+    with pytest.raises(KeyError, match=r"no op 'Newer' and no replacement of that name; there are .*Fused"):
+        fuseopt.unregister("Newer")

@@ -2,13 +2,14 @@
 
 import pickle
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
 
 import fuseopt
 from fuseopt.errors import BackendError, OpError
-from fuseopt.extend import backends, own_op
+from fuseopt.extend import backends, inlined_ops
 from fuseopt.ops import registry
 
 
@@ -82,14 +83,14 @@ def test_under_torch_compile_it_is_one_graph(given):
 
 def test_dynamo_is_asked_to_pass_nothing_but_strings(monkeypatch):
     """Dynamo of torch 2.11 passes no objects to a function whose result it takes for a constant."""
-    given, ask = [], own_op._is_inlined
+    given, ask = [], inlined_ops.is_inlined
 
     def asked(*arguments):
         given.append(arguments)
         return ask(*arguments)
 
     asked._dynamo_marked_constant = True
-    monkeypatch.setattr(own_op, "_is_inlined", asked)
+    monkeypatch.setattr(inlined_ops, "is_inlined", asked)
     op, inputs = make_op(), drawn(3, 5)
     torch.compile(lambda *tensors: op(*tensors), fullgraph=True, backend="eager")(*inputs)
     assert given and all(isinstance(argument, str) for arguments in given for argument in arguments)
@@ -340,3 +341,49 @@ def test_the_compile_backend_takes_functions_with_closures_and_defaults():
         for x in (torch.randn(3), torch.randn(2, 3)):
             assert torch.equal(shifted(x, backend="compile"), x * 2 + 1)
     assert len(runs) == 2
+
+
+@pytest.mark.parametrize(
+    ("give", "what"),
+    [
+        (lambda op, function: op.kernel("cpu")(function), r"cpu kernel \(.*test_op.py:\d+\) takes \(a\)"),
+        (lambda op, function: op.kernel("cpu", supports=function)(mul_add_relu), "`supports`"),
+        (lambda op, function: op.backward(function), "backward"),
+        (lambda op, function: op.fake(function), "fake"),
+        (lambda op, function: op.samples(function), "samples"),
+        (lambda op, function: op.flops(function), "flops"),
+        (lambda op, function: fuseopt.op("mine::other", flops=function)(mul_add_relu), "flops"),
+    ],
+)
+def test_functions_with_other_arguments_are_refused_when_they_are_given(give, what):
+    op, given = make_op(), drawn(2, 3)
+    with pytest.raises(OpError, match=rf"mine::\w+: its {what}(.|\n)* but is called with [23] arguments: "):
+        give(op, lambda a: a)
+    assert torch.equal(op(*given), mul_add_relu(*given))
+
+
+def test_scalars_of_another_type_are_refused_by_name():
+    @fuseopt.op("mine::scalars")
+    def scalars(a: Tensor, times: int, scale: float, is_on: bool, how: str, or_none: float | None = None) -> Tensor:
+        return a * times * scale
+
+    try:
+        right, a = (2, 0.5, True, "up"), torch.ones(2)
+        for given in (right, (True, 1, False, ""), (*right, 3.0), (2, numpy.float32(0.5), True, "")):
+            for _ in range(2):  # the second is run directly, where that library is there
+                assert torch.equal(scalars(a, *given), a * given[0] * given[1])
+        wrong = ((2.5, 0.5, True, ""), (2, "x", True, ""), (2, 0.5, 1, ""), (2, 0.5, True, None), (*right, "x"))
+        kinds = (("times", "int"), ("scale", "float"), ("is_on", "bool"), ("how", "str"), ("or_none", "float or None"))
+        for given, (name, kind) in zip(wrong, kinds, strict=True):
+            with pytest.raises(TypeError, match=f"mine::scalars: the argument '{name}' must be {kind}, not"):
+                scalars(a, *given)
+    finally:
+        fuseopt.unregister("mine::scalars")
+
+
+def test_an_annotation_that_no_op_takes_prints_only_what_an_op_takes():
+    def of_tuple(a: Tensor, b: tuple[int, int]) -> Tensor:
+        return a
+
+    with pytest.raises(OpError, match=r"type tuple\[int, int\]; an op takes [\w\[\], |]+$"):
+        fuseopt.op("mine::wrong")(of_tuple)

@@ -307,3 +307,76 @@ def test_a_function_is_replaced_in_the_instances_calls_alone():
         unreplace("fast_error")
     with pytest.raises(OpError, match=r"no function 'tests.extend.losses.absent'"):
         fuseopt.replaces_function("tests.extend.losses.absent")
+
+
+def helper(x, y):
+    return squared_error(x, y)
+
+
+def helper_of_helper(x, y):
+    return helper(x, y)
+
+
+class ByHelpers(nn.Module):
+    def forward(self, x, y):
+        return helper_of_helper(x, y)
+
+
+def test_a_call_by_a_helper_of_the_file_is_a_row_with_the_reason(fast_errors):
+    planned = fuseopt.plan(nn.ModuleList([ByHelpers()]), fast_errors)
+    assert not planned.replacements
+    assert [s.reason for s in planned.skips] == ["it is called in helper(), which forward calls; call it in forward"]
+
+
+def test_verify_counts_a_forward_that_calls_another_function_as_run(fast_errors):
+    class Using(nn.Module):
+        def __init__(self, runs: bool) -> None:
+            super().__init__()
+            self.used, self.idle, self.weight = ByName(), ByName(), nn.Parameter(torch.ones(3))
+            self.runs = runs
+
+        def forward(self, x):
+            return self.used(x, self.weight) if self.runs else x * self.weight
+
+    inputs = {"x": torch.randn(2, 3)}
+    found = fuseopt.verify(Using(True), fast_errors, inputs)
+    assert [line for line in found.not_run if "called" in line] == ["fast_error x 1, such as idle.forward: not called"]
+    found = fuseopt.verify(Using(False), fast_errors, inputs)
+    assert [line for line in found.not_run if "called" in line] == ["fast_error x 2, such as used.forward: not called"]
+
+
+def test_a_function_that_takes_other_arguments_is_refused():
+    with pytest.raises(OpError, match=r"three \(.*test_replaces.py:\d+\) takes \(x, y, z\); tests.extend.losses"):
+
+        @fuseopt.replaces_function("tests.extend.losses.squared_error")
+        def three(x, y, z):
+            return x
+
+
+def test_the_plan_says_why_each_backend_before_the_chosen_one_is_passed_over():
+    @fuseopt.op("mine::passed_over")
+    def passed_over(a: Tensor) -> Tensor:
+        return a + 1
+
+    passed_over.kernel("triton")(lambda a: a + 1)
+    passed_over.kernel("cuda")(lambda a: a + 1)
+
+    @fuseopt.replaces(nn.Tanh, op=passed_over)
+    class PassedOver(fuseopt.FusedModule):
+        def forward(self, x):
+            return passed_over(x)
+
+    try:
+        (planned,) = fuseopt.plan(nn.Sequential(nn.Linear(2, 2), nn.Tanh())).replacements
+        assert planned.backend == "reference"
+        assert planned.refused.startswith("no C++ kernel; cuda: runs on cuda tensors, not on cpu; triton: ")
+        passed_over.kernel("cpu")(lambda a: a + 1)
+        (planned,) = fuseopt.plan(nn.Sequential(nn.Linear(2, 2), nn.Tanh())).replacements
+        assert planned.backend == "cpu" and planned.refused is None
+    finally:
+        fuseopt.unregister("PassedOver")
+        fuseopt.unregister("mine::passed_over")
+
+
+def test_the_packages_names_are_listed():
+    assert set(fuseopt.__all__) <= set(dir(fuseopt))

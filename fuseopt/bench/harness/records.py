@@ -193,6 +193,9 @@ class Results:
         said = ((row, _behind(row, self.rows)) for row in self.rows if row.auto)
         return [f"{row.case}: {row.variant}; {behind}" for row, behind in said if behind]
 
+    def __str__(self) -> str:
+        return self.to_markdown()
+
     def plot(self, path: str | os.PathLike[str], what: str = "times") -> None:
         """Draw the rows into a file whose suffix chooses the format.
 
