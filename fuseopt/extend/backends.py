@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
+from fuseopt.runtime import donated_buffers
 
 REFERENCE, COMPILE = "reference", "compile"
 PLAIN = (COMPILE, REFERENCE)
@@ -189,9 +190,17 @@ def compiled_on_first_call(function: Callable) -> Callable:
 
     @functools.cache
     def compiled(compiler: str, kind: Hashable) -> Callable:
-        return torch.compile(_copy(function), backend=compiler)
+        return torch.compile(_copy(function), backend=functools.partial(_compile_graph, compiler))
 
     return lambda *arguments: compiled(_COMPILER.get(), (torch.is_grad_enabled(), *map(_kind, arguments)))(*arguments)
+
+
+def _compile_graph(compiler: str, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+    """A backend of Dynamo whose backward graphs can run twice, as those of eager PyTorch with `retain_graph=True`."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    with donated_buffers.no_donated_buffers():
+        return lookup_backend(compiler)(graph, inputs)
 
 
 def _copy(function: Callable) -> Callable:

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fuseopt.ops.linear_cross_entropy import FWD as LINEAR_CROSS_ENTROPY
 from fuseopt.ops.relative_attention import FWD as RELATIVE_ATTENTION
-from fuseopt.runtime import frame_stack
+from fuseopt.runtime import donated_buffers, frame_stack
 from fuseopt.training import captured_steps, early_kernels, inductor_patterns, regional_compile, second_backward
 from fuseopt.training.code_key import code_key
 from fuseopt.training.passes import (
@@ -81,7 +81,7 @@ def missing_options() -> list[str]:
         inductor_config: (_PARTITIONER, *inductor_patterns.PLACES, *_CODE_OPTIONS),
     }
     missing = [name for config, names in patched.items() for name in names if not hasattr(config, name)]
-    return missing + second_backward.missing_from_torch()
+    return missing + donated_buffers.missing_from_torch()
 
 
 @frame_stack.in_one_chunk
@@ -106,7 +106,7 @@ def compile_graph(
     with (
         early_kernels.pool(),
         # Inductor would also apply the whole graph's indices of donated inputs to each region.
-        second_backward.no_donated_buffers(),
+        donated_buffers.no_donated_buffers(),
         functorch_config.patch({**_OPTIONS, _BUDGET: max(budget, _SMALLEST_BUDGET)}),
     ):
         if backend == "inductor":

@@ -1,40 +1,14 @@
-"""Several backward passes of a compiled step (`retain_graph=True`), and an error for second derivatives."""
+"""An error for second derivatives of a compiled step."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fuseopt.errors import CompileError
-
-_COLLECT = "collect_bw_donated_buffer_idxs"
-
-
-def missing_from_torch() -> list[str]:
-    """Names of the private functions used here that this version of torch lacks."""
-    from torch._functorch._aot_autograd import graph_compile
-
-    return [] if hasattr(graph_compile, _COLLECT) else [_COLLECT]
-
-
-@contextlib.contextmanager
-def no_donated_buffers() -> Iterator[None]:
-    """Makes AOT Autograd compile backward graphs that do not overwrite their inputs, so that they can run twice.
-
-    torch's option `donated_buffer=False` has the same effect on compilation, but has to be off during each run as well.
-    """
-    from torch._functorch._aot_autograd import graph_compile
-
-    collect = getattr(graph_compile, _COLLECT)
-    setattr(graph_compile, _COLLECT, lambda *_, **__: [])
-    try:
-        yield
-    finally:
-        setattr(graph_compile, _COLLECT, collect)
 
 
 def without_second_derivatives(run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:

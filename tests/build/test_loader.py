@@ -555,7 +555,8 @@ except RuntimeError as error:
     process = start_process(csrc, statement)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    before, progress, after = err.splitlines()
+    before, progress, announced, after = err.splitlines()
     assert (before, after) == ("buildable", "loaded")
     assert re.match(r"fuseopt: compiling the cpu library, once: 1/3 \S+\.cpp ", progress), progress
+    assert announced.startswith("fuseopt: 2 of 2 modules replaced")
     assert "must not be negative, got -3" in out

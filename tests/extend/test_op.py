@@ -387,3 +387,26 @@ def test_an_annotation_that_no_op_takes_prints_only_what_an_op_takes():
 
     with pytest.raises(OpError, match=r"type tuple\[int, int\]; an op takes [\w\[\], |]+$"):
         fuseopt.op("mine::wrong")(of_tuple)
+
+
+def test_a_backward_of_the_compile_backend_can_run_twice(monkeypatch):
+    """Inductor's own overwrites what it has read, if it may, and then refuses `retain_graph=True`."""
+    from torch._functorch._aot_autograd import graph_compile
+
+    asked = []
+    monkeypatch.setattr(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_, **__: asked.append(1) or [])
+
+    @fuseopt.op("mine::attend")
+    def attend(a: Tensor, b: Tensor) -> Tensor:
+        return torch.softmax((a @ a.T).exp(), -1) @ b
+
+    a, b = torch.rand(8, 5, requires_grad=True), torch.rand(8, 3, requires_grad=True)
+    output = attend(a, b, backend="compile")
+    assert type(output.grad_fn).__name__ == "CompiledFunctionBackward"
+    first, second = (torch.autograd.grad(output.sum(), (a, b), retain_graph=True) for _ in range(2))
+    assert not asked
+    for once, again, wanted in zip(
+        first, second, torch.autograd.grad(attend.function(a, b).sum(), (a, b)), strict=True
+    ):
+        assert torch.equal(once, again)
+        torch.testing.assert_close(once, wanted)

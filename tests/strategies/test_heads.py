@@ -489,6 +489,7 @@ def test_a_compiled_step_with_a_loss_around_the_model():
     tiny.assert_same_gradients(*gradients)
 
 
+@pytest.mark.parametrize("each_device", ["cpu"], indirect=True)  # where quantised layers run
 def test_quantize_dynamic_gives_stock_s_modules_before_initialize_and_after_restore():
     """On a fused model it takes the other Linear modules, as docs/config.md says."""
     config = {"kernel_fusion": {"jit": False, "triton_kernels": ["FusedLinearCrossEntropy"]}}

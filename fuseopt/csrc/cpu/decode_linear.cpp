@@ -71,27 +71,27 @@ struct Weight {
   }
 };
 
-enum class Activation { kNone, kRelu, kGelu, kGeluTanh };
+enum class LinearActivation { kNone, kRelu, kGelu, kGeluTanh };
 
-Activation activation_of(const std::string& name) {
-  if (name.empty()) return Activation::kNone;
-  if (name == "relu") return Activation::kRelu;
-  if (name == "gelu") return Activation::kGelu;
+LinearActivation activation_of(const std::string& name) {
+  if (name.empty()) return LinearActivation::kNone;
+  if (name == "relu") return LinearActivation::kRelu;
+  if (name == "gelu") return LinearActivation::kGelu;
   FUSEOPT_CHECK(name == "gelu_tanh", "fuseopt::decode_linear: unknown activation ", name);
-  return Activation::kGeluTanh;
+  return LinearActivation::kGeluTanh;
 }
 
 template <typename Math>
-void activate(Activation activation, Math* x, int64_t n) {
+void activate(LinearActivation activation, Math* x, int64_t n) {
   const auto each = [=](auto value) {
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) x[i] = value(x[i]);
   };
   switch (activation) {
-    case Activation::kNone: return;
-    case Activation::kRelu: return each([](Math v) { return v < 0 ? Math{0} : v; });
-    case Activation::kGelu: return each([](Math v) { return ErfGelu::value(v); });
-    case Activation::kGeluTanh: return each([](Math v) { return TanhGelu::value(v); });
+    case LinearActivation::kNone: return;
+    case LinearActivation::kRelu: return each([](Math v) { return v < 0 ? Math{0} : v; });
+    case LinearActivation::kGelu: return each([](Math v) { return ErfGelu::value(v); });
+    case LinearActivation::kGeluTanh: return each([](Math v) { return TanhGelu::value(v); });
   }
 }
 
@@ -173,7 +173,7 @@ class LayerProducts {
 struct Ending {
   std::vector<Rows> biases;
   std::optional<Rows> residual;
-  Activation activation;
+  LinearActivation activation;
   bool gated;
 };
 
