@@ -1,5 +1,6 @@
 """`fuseopt.check` passes an op that keeps its contract, and names what is wrong with one that does not."""
 
+import functools
 import textwrap
 
 import pytest
@@ -179,7 +180,7 @@ def test_the_compile_backend_is_traced_without_inductor_which_takes_seconds(op, 
     used, real = [], torch.compile
 
     def noting(function, *, backend, **options):
-        used.append(backend)
+        used.extend(backend.args if isinstance(backend, functools.partial) else [backend])
         return real(function, backend=backend, **options)
 
     monkeypatch.setattr(torch, "compile", noting)
