@@ -17,7 +17,9 @@ README = (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
 def test_readme_has_a_row_for_each_script_and_config():
     linked = set(re.findall(r"^\| \[.*?\]\((\S+?)\)", README, re.MULTILINE))
-    assert linked == {path.name for path in SCRIPTS} | {f"configs/{p.name}" for p in EXAMPLES.glob("configs/*")}
+    configs = {f"configs/{path.name}" for path in EXAMPLES.glob("configs/*")}
+    kernels = {f"{path.parent.name}/README.md" for path in EXAMPLES.glob("*/main.py")}
+    assert linked == {path.name for path in SCRIPTS} | configs | kernels
     for script in SCRIPTS:
         (command,) = re.findall(rf"`((?:python|torchrun)[^`]* examples/{script.name})`", README)
         assert command in script.read_text(encoding="utf-8")
