@@ -196,10 +196,11 @@ def compiled_on_first_call(function: Callable) -> Callable:
 
 
 def _compile_graph(compiler: str, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable:
-    """A backend of Dynamo whose backward graphs can run twice, as those of eager PyTorch with `retain_graph=True`."""
+    """A backend of Dynamo whose backward graphs can run twice, as `retain_graph=True` asks, where torch allows that."""
     from torch._dynamo.backends.registry import lookup_backend
 
-    with donated_buffers.no_donated_buffers():
+    is_possible = not donated_buffers.missing_from_torch()
+    with donated_buffers.no_donated_buffers() if is_possible else contextlib.nullcontext():
         return lookup_backend(compiler)(graph, inputs)
 
 
