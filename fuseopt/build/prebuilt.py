@@ -82,7 +82,7 @@ def not_usable_reason(kind: str) -> str | None:
     if found.cuda is None:
         return "this processor lacks AVX2, which it is compiled for" if _is_below_x86_64_v3() else None
     if torch.version.cuda is not None and found.cuda.split(".")[0] != torch.version.cuda.split(".")[0]:
-        return f"it was made with CUDA {found.cuda}, torch with CUDA {torch.version.cuda}: their major versions must be equal"
+        return f"it was made with CUDA {found.cuda}, torch with CUDA {torch.version.cuda}: major versions must match"
     for device in range(torch.cuda.device_count()):
         reason = _not_run_reason(found.architectures, torch.cuda.get_device_capability(device))
         if reason is not None:

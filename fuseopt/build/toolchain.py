@@ -115,7 +115,7 @@ def cuda_recipe(architectures: Sequence[str], *, ptx: bool = False) -> Recipe:
     torch_cuda = torch.version.cuda
     if torch_cuda is not None and nvcc_version.split(".")[0] != torch_cuda.split(".")[0]:
         raise ToolchainError(
-            f"{nvcc} is CUDA {nvcc_version}, torch was built with CUDA {torch_cuda}: their major versions must be equal "
+            f"{nvcc} is CUDA {nvcc_version}, torch was built with CUDA {torch_cuda}: major versions must match "
             f"(CUDA_HOME names another toolkit)"
         )
     root = toolkit_root(nvcc)

@@ -417,7 +417,7 @@ def test_a_prebuilt_library_needs_the_processor_it_is_compiled_for(shipped, monk
         ("13.0", ["75", "90"], (12, 0), None),  # by PTX
         ("13.0", ["75", "80"], (9, 0), "PTX older than sm_90 has no clusters, which kernels need on sm_90, device 0"),
         ("13.0", ["75", "89"], (12, 0), "PTX older than sm_90 has no clusters"),
-        ("12.8", ["75", "90"], (9, 0), "their major versions must be equal"),
+        ("12.8", ["75", "90"], (9, 0), "major versions must match"),
         ("13.0", ["100", "120"], (9, 0), "nothing for sm_90, device 0"),
     ],
 )
