@@ -2,13 +2,14 @@ import contextlib
 import gc
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
 
+from fuseopt import tuning
 from fuseopt.build import library_cache, loader
 
 # The same examples in every run of CI, so that what fails there can be repeated; fresh ones everywhere else.
@@ -42,6 +43,17 @@ def each_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     device = torch.device(request.param)
     with contextlib.nullcontext() if device.type == "cpu" else device:
         yield device
+
+
+@pytest.fixture
+def set_tuned(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """Sets one of the measured numbers for every GPU, as Python reads them."""
+
+    def set_everywhere(name: str, value: int) -> None:
+        for table in tuning._TABLES.values():
+            monkeypatch.setitem(table, name, value)
+
+    return set_everywhere
 
 
 @pytest.fixture(scope="session", autouse=True)
