@@ -111,16 +111,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out `interpreter` tests unless TRITON_INTERPRET=1, and skip GPU tests where there are too few GPUs."""
     interpreting = os.environ.get("TRITON_INTERPRET") == "1"
     gpus = torch.cuda.device_count()
-    left_out = []
+    kept, left_out = [], []
     for item in items:
-        if item.get_closest_marker("interpreter") and not interpreting:
-            left_out.append(item)
+        (left_out if item.get_closest_marker("interpreter") and not interpreting else kept).append(item)
         for marker, needed in (("gpu", 1), ("multigpu", 2)):
             if item.get_closest_marker(marker) and gpus < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} NVIDIA GPU(s), found {gpus}"))
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        items[:] = kept
 
 
 @pytest.fixture
