@@ -35,7 +35,7 @@ int main(int, char** arguments) {
     layer.input = layer.output = {tensor, kBFloat16};
     layer.rows = rows, layer.in_features = in_features, layer.out_features = out_features;
     layer.weight_count = weights, layer.weight_dtype = kBFloat16;
-    for (int i = 0; i < weights; ++i) layer.weights[i] = tensor;
+    for (int i = 0; i < weights; ++i) layer.weights[i] = tensor, layer.widths[i] = out_features;
     layer.weights_are_transposed = is_kn, layer.weight_stride = is_kn ? out_features : in_features;
     if (has_residual) layer.residual = {tensor, kBFloat16};
     if (norm != kNoNorm) layer.norm_weight = {tensor, kBFloat16};

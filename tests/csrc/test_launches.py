@@ -18,7 +18,7 @@ from fuseopt.ops.decode.linear import is_fast
 
 FOLDER = toolchain.CSRC / "cuda" / "decode" / "linear"
 HERE = Path(__file__).parent
-NO_NORM, LAYER_NORM, T5_RMS_NORM = 0, 1, 2
+NO_NORM, LAYER_NORM, RMS_NORM = 0, 1, 2
 GELU_TANH, RELU, IDENTITY = 1, 3, 4
 ROWS = (1, 2, 8, 16, 32, 64, 128, 256)
 # Compute capability, multiprocessors, shared memory of a block and of a multiprocessor.
@@ -40,13 +40,13 @@ def gpt2(k: int) -> dict[str, Layer]:
 
 def t5(k: int, wide: int) -> dict[str, Layer]:
     return {
-        "query, key, value": (k, k, 3, 0, T5_RMS_NORM, IDENTITY, 0, 0),
-        "cross-attention's query": (k, k, 1, 0, T5_RMS_NORM, IDENTITY, 0, 0),
+        "query, key, value": (k, k, 3, 0, RMS_NORM, IDENTITY, 0, 0),
+        "cross-attention's query": (k, k, 1, 0, RMS_NORM, IDENTITY, 0, 0),
         "attention's output": (k, k, 1, 0, NO_NORM, IDENTITY, 0, 1),
-        "up": (k, wide, 1, 0, T5_RMS_NORM, RELU, 0, 0),
-        "up, gated": (k, wide, 2, 0, T5_RMS_NORM, GELU_TANH, 1, 0),
+        "up": (k, wide, 1, 0, RMS_NORM, RELU, 0, 0),
+        "up, gated": (k, wide, 2, 0, RMS_NORM, GELU_TANH, 1, 0),
         "down": (wide, k, 1, 0, NO_NORM, IDENTITY, 0, 1),
-        "head": (k, 32128, 1, 0, T5_RMS_NORM, IDENTITY, 0, 0),
+        "head": (k, 32128, 1, 0, RMS_NORM, IDENTITY, 0, 0),
     }
 
 
@@ -99,7 +99,7 @@ def python_takes_blas(layer: Layer, rows: int, capability: int) -> bool:
             weight = torch.empty(n, k, device="cuda", dtype=torch.bfloat16)
         input = torch.empty(rows, k, device="cuda", dtype=torch.bfloat16)
         residual = torch.empty(rows, n, device="cuda", dtype=torch.bfloat16) if has_residual else None
-        return not is_fast(input, [weight] * weights, residual, (None, "layer_norm", "t5_rms_norm")[norm])
+        return not is_fast(input, [weight] * weights, residual, (None, "layer_norm", "rms_norm")[norm])
 
 
 def table(program: Path, device: str) -> list[str]:

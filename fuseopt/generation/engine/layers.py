@@ -29,7 +29,8 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class Norm(NamedTuple):
-    """`kind` as `ops.decode_linear` has it; `bias` is None for an RMSNorm."""
+    """`kind` as `ops.decode_linear` has it, or "t5_rms_norm", an "rms_norm" whose result has the weight's dtype; `bias`
+    is None for an RMSNorm."""
 
     kind: str
     weight: Tensor
@@ -39,7 +40,12 @@ class Norm(NamedTuple):
     @property
     def of_op(self) -> dict[str, Any]:
         """Keyword arguments of the decode ops; `eps` is one of its own."""
-        return {"norm": self.kind, "norm_weight": self.weight, "norm_bias": self.bias}
+        return {"norm": self.op_kind, "norm_weight": self.weight, "norm_bias": self.bias}
+
+    @property
+    def op_kind(self) -> str:
+        """The decode ops' name: they round an RMSNorm's result to the linear weight's dtype."""
+        return "rms_norm" if self.kind == "t5_rms_norm" else self.kind
 
 
 @dataclass(eq=False)
@@ -160,17 +166,15 @@ def linear(
     weight = layer.weights[0]
     if norm is not None and _normalises_before(input, layer, norm):
         input, norm = normalised(input, norm), None
-    kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
-    if takes_kernel(input, layer, residual, kind) and not callable(activation):
+    of_norm = norm.of_op if norm is not None else {}
+    if takes_kernel(input, layer, residual, of_norm.get("norm")) and not callable(activation):
         return ops.decode_linear(
             input,
             layer.weights,
             layer.biases or None,
             residual=residual,
-            norm=kind,
-            norm_weight=norm_weight,
-            norm_bias=norm_bias,
-            eps=eps,
+            **of_norm,
+            eps=norm.eps if norm is not None else 0.0,
             activation=activation,
             gated=gated,
             pdl=True,

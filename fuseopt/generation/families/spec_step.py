@@ -219,7 +219,7 @@ class SpecStep(DecodeStep):
             hidden,
             cross.query.weights,
             residual=mask,
-            norm=cross.norm.kind,
+            norm=cross.norm.op_kind,
             norm_weight=cross.norm.weight,
             eps=cross.norm.eps,
             pdl=True,

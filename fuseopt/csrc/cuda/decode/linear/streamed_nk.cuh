@@ -43,8 +43,10 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   Moments* const moments = reinterpret_cast<Moments*>(inbox + (blocks - 1) * rows * kSumsStride);
 
   let_successor_start();
-  int strip = static_cast<int>(cluster_index());
-  WeightStream<T> weight(layer, strip, part);
+  const StreamedWeight own(layer);
+  int strip = own.strip;
+  const int out_features = layer.widths[own.index];
+  WeightStream<T> weight(layer, own, part);
 #pragma unroll 1
   for (int k = lane * kLaneValues; kNorm && k < held_stages * kStageK; k += kWarpSize * kLaneValues) {
     const int64_t at = part * part_columns + k;
@@ -59,7 +61,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
     arrive_relaxed_at_cluster_barrier();
   }
   // A head reads more than the L2 cache holds, and memory rests behind it.
-  const bool has_several_strips = layer.strips > layer.step;
+  const bool has_several_strips = own.strips > own.step;
   if (!has_several_strips) prefetch_next_weights(layer);
 
   // Of a head, behind a norm: when outputs are stored, a warp has a row of them.
@@ -70,7 +72,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   static_assert(kStreamColumns == 32);
   const auto column_of = [&](int i) { return strip * width + (i & width - 1); };
   const auto output_index = [&](int i) {
-    return static_cast<int64_t>(i >> width_bits) * layer.output_stride + blockIdx.y * layer.out_features + column_of(i);
+    return static_cast<int64_t>(i >> width_bits) * layer.output_stride + layer.first_outputs[own.index] + column_of(i);
   };
   // Converted where they are used: not waited for before.
   T bias, gate_bias, residual;
@@ -79,16 +81,16 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   const auto load_biases = [&](int i) {
     const int column = column_of(i);
     bias = gate_bias = from_acc<T>(0.f);
-    if (kGivesBest && layer.rules.of_tokens != nullptr && column < layer.out_features) {
+    if (kGivesBest && layer.rules.of_tokens != nullptr && column < out_features) {
       rules_of_column = layer.rules.of_tokens[column];
     }
-    if (layer.biases[0] == nullptr || i >= rows * width || column >= layer.out_features) return;
-    bias = layer.biases[layer.is_gated ? 0 : blockIdx.y][column];
+    if (layer.biases[0] == nullptr || i >= rows * width || column >= out_features) return;
+    bias = layer.biases[own.index][column];
     if (layer.is_gated) gate_bias = layer.biases[1][column];
   };
   const auto load_residual = [&](int i) {
     residual = from_acc<T>(0.f), wide_residual = 0.f;
-    if (layer.residual == nullptr || i >= rows * width || column_of(i) >= layer.out_features) return;
+    if (layer.residual == nullptr || i >= rows * width || column_of(i) >= out_features) return;
     if (layer.is_wide) wide_residual = static_cast<const float*>(layer.residual)[output_index(i)];
     else residual = static_cast<const T*>(layer.residual)[output_index(i)];
   };
@@ -195,7 +197,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
     bool is_done = false;
 #pragma unroll 1
     for (int i = threadIdx.x; !is_done;) {
-      if (i < rows * width && column_of(i) < layer.out_features) {
+      if (i < rows * width && column_of(i) < out_features) {
         float value = 0.f;
 #pragma unroll 1
         for (int place = i & width - 1; place < kStreamColumns; place += width) {
@@ -215,22 +217,22 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
       }
       i += blockDim.x;
       is_done = i >= rows * width;
-      if (is_done) i = threadIdx.x, strip += layer.step;
+      if (is_done) i = threadIdx.x, strip += own.step;
       load_biases(i);
       load_residual(i);
     }
-    if (strip >= layer.strips) break;
+    if (strip >= own.strips) break;
     __syncthreads();
   }
   if (has_several_strips) prefetch_next_weights(layer);
   if (!kGivesBest || layer.best == nullptr) return;
   best.reduce();
-  if (lane == 0 && warp < rows) layer.best[warp * layer.step + static_cast<int>(cluster_index())] = best;
+  if (lane == 0 && warp < rows) layer.best[warp * own.step + own.strip] = best;
 }
 
 // How a layer's work is shared out, if it is for these kernels.
 struct StreamedNKPlan {
-  int strips, weights;  // strips of each of these
+  int strips[DecodeLinear::kMaxWeights] = {}, all_strips = 0;  // of each weight
   int slot_bits, halves;
   int blocks = 1;       // that share out K
   int stages = 3;
@@ -238,16 +240,17 @@ struct StreamedNKPlan {
   size_t shared_bytes;
 
   explicit StreamedNKPlan(const DecodeLinear& layer)
-      : strips(static_cast<int>(ceil_div(layer.out_features, layer.gated ? kStreamColumns / 2 : kStreamColumns))),
-        weights(layer.gated ? 1 : layer.weight_count),
-        slot_bits(0),
-        halves(layer.rows > kHalfRows ? 2 : 1) {
+      : slot_bits(0), halves(layer.rows > kHalfRows ? 2 : 1) {
+    for (int i = 0; i < (layer.gated ? 1 : layer.weight_count); ++i) {
+      strips[i] = static_cast<int>(ceil_div(layer.widths[i], layer.gated ? kStreamColumns / 2 : kStreamColumns));
+      all_strips += strips[i];
+    }
     while (1 << slot_bits < std::min<int64_t>(layer.rows, kHalfRows)) ++slot_bits;
     // A few blocks for a strip, where there are few strips.
     split(layer);
     while (is_sm90_or_newer() && blocks < kMaxStreamedNKCluster &&
-           (2 * all_strips() * blocks <= multiprocessor_count() ||
-            (all_strips() * blocks < multiprocessor_count() && part_stages > kLongPart))) {
+           (2 * all_strips * blocks <= multiprocessor_count() ||
+            (all_strips * blocks < multiprocessor_count() && part_stages > kLongPart))) {
       blocks *= 2;
       split(layer);
     }
@@ -257,16 +260,15 @@ struct StreamedNKPlan {
     }
   }
 
-  int all_strips() const { return strips * weights; }
   int per_multiprocessor() const {
     constexpr size_t kReserved = 1024 + kRingAlignment;  // for each block, by the system and what the kernel declares
     return static_cast<int>(shared_bytes_of_multiprocessor() / (shared_bytes + kReserved));
   }
   // Of a weight: as many as there is room for, with as many strips each; a cluster adds up one strip only.
-  int clusters() const {
-    if (blocks > 1) return strips;
-    const int64_t room = std::max<int64_t>(multiprocessor_count() * std::min(per_multiprocessor(), 2) / weights, 1);
-    return static_cast<int>(ceil_div(strips, ceil_div(strips, room)));
+  int clusters(int weight = 0) const {
+    if (blocks > 1) return strips[weight];
+    const int64_t room = multiprocessor_count() * std::min(per_multiprocessor(), 2);
+    return static_cast<int>(ceil_div(strips[weight], ceil_div(all_strips, room)));
   }
 
  private:
@@ -286,16 +288,15 @@ struct StreamedNKPlan {
   }
 };
 
-inline bool fits_streamed_nk(const DecodeLinear& layer) {
-  return exceeds_registers(layer) && StreamedNKPlan(layer).per_multiprocessor() > 0;
-}
-
 template <typename T, typename X, bool kNorm, int kHalves, int kStages, bool kSums = false>
 cudaError_t launch_streamed_nk_as(const DecodeLinear& layer, const StreamedNKPlan& plan, cudaStream_t stream) {
   StreamLayer<T> of{mma_layer<T>(layer)};
   of.is_gated = layer.gated;
-  of.strips = plan.strips;
-  of.step = plan.clusters();
+  int clusters = 0;
+  for (int i = 0; i < DecodeLinear::kMaxWeights; ++i) {
+    of.strips[i] = plan.strips[i];
+    clusters += of.clusters[i] = plan.clusters(i);
+  }
   of.part_stages = plan.part_stages;
   of.ring_warps = plan.ring_warps;
   of.block_columns = plan.block_columns;
@@ -303,8 +304,8 @@ cudaError_t launch_streamed_nk_as(const DecodeLinear& layer, const StreamedNKPla
   of.best = static_cast<Candidate<float>*>(layer.best);
   of.rules = layer.rules;
   of.sequence_length = layer.sequence_length;
-  const LaunchShape shape{static_cast<unsigned>(of.step * plan.blocks), kStreamWarps * kWarpSize, plan.shared_bytes,
-                          static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.weights)};
+  const LaunchShape shape{static_cast<unsigned>(clusters * plan.blocks), kStreamWarps * kWarpSize, plan.shared_bytes,
+                          static_cast<unsigned>(plan.blocks)};
   of.share_prefetch(shape);
   return launch_dependent(decode_linear_streamed_nk_kernel<T, X, kNorm, kHalves, kStages, kSums>, of, shape, layer.pdl,
                           stream);
