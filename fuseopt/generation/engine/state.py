@@ -16,14 +16,11 @@ from fuseopt.tuning import tuned
 # Cache capacities are powers of two up to this one, then multiples of it: few classes, and little waste when long.
 _LARGEST_POWER = 1024
 _SMALLEST_CAPACITY = 128
-# Limits of captured prompts. More tokens keep a GPU busy for longer than the host takes to launch their kernels.
-_MOST_PROMPT_TOKENS = tuned("prompt_graph_max_tokens")
+# The longest prompt that is captured.
 # TUNED: measurement not recorded; `fuseopt bench generate --prompt 1024` measures it again.
 _LONGEST_PROMPT = 1024
 
 _PROMPT_CLASS = 64
-# Up to this many tokens padding is free, as launches dominate. Above, it costs compute, so classes are finer.
-_FEW_PROMPT_TOKENS = tuned("prompt_free_padding_tokens")
 _SMALL_PROMPT_CLASS = 16
 
 
@@ -249,9 +246,12 @@ def capacity_for(length: int) -> int:
     return max(_SMALLEST_CAPACITY, 1 << (length - 1).bit_length())
 
 
-def prompt_length_for(rows: int, length: int) -> int | None:
+def prompt_length_for(rows: int, length: int, device: torch.device) -> int | None:
     """The smallest length class that holds `length` tokens a row; None for prompts that are not captured."""
     padded = -(-length // _PROMPT_CLASS) * _PROMPT_CLASS if length > _PROMPT_CLASS else 1 << (length - 1).bit_length()
-    if rows * padded > _FEW_PROMPT_TOKENS:
+    # Padding is free while launches dominate. With more tokens it costs compute, so classes are finer.
+    if rows * padded > tuned("prompt_free_padding_tokens", device):
         padded = -(-length // _SMALL_PROMPT_CLASS) * _SMALL_PROMPT_CLASS
-    return padded if padded <= _LONGEST_PROMPT and rows * padded <= _MOST_PROMPT_TOKENS else None
+    # More tokens keep a GPU busy for longer than the host takes to launch their kernels.
+    is_captured = padded <= _LONGEST_PROMPT and rows * padded <= tuned("prompt_graph_max_tokens", device)
+    return padded if is_captured else None

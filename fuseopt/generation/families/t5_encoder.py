@@ -59,7 +59,7 @@ class T5Encoder(EncoderStep):
 
     def state_for(self, graphs: StepGraphs, items: int, length: int) -> EncoderState | None:
         """What prompts of this class run in; None where a call would gain nothing."""
-        padded = prompt_length_for(items, length)
+        padded = prompt_length_for(items, length, self.token_embedding.device)
         if padded is None:
             return None
         return graphs.state(("encoder", items, padded), lambda: self._state(items, padded))
