@@ -42,11 +42,11 @@ def _llama3(factor: float, *sizes: int, **others: Any) -> dict[str, Any]:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    given = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_parameters": rotary}
+    given: dict[str, Any] = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_parameters": rotary}
     return _llama(*sizes, **given, **others)
 
 
-_QWEN = {"max_position_embeddings": 32768, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+_QWEN: Mapping[str, Any] = {"max_position_embeddings": 32768, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 # Sizes are those of the original checkpoints' config.json files.
 ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gpt2": ("gpt2", {}),
