@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fuseopt.generation.engine.layers import Norm, normalised
+from fuseopt.generation.engine.layers import RMS_NORMS, Norm, normalised
+from fuseopt.ops.decode.linear import NORMS
 
 if TYPE_CHECKING:
     from fuseopt.generation.families.decoder_spec import RotaryPositions, SelfAttention
@@ -33,6 +35,31 @@ def normalised_heads(heads: Tensor, norm: Norm | None) -> Tensor:
     if norm.weight.numel() == heads.shape[-1]:
         return normalised(heads, norm)
     return normalised(heads.flatten(1), norm).view_as(heads)
+
+
+def options_of_op(
+    query: Tensor, key: Tensor, attention: SelfAttention, tables: Mapping[int, Tensor], positions: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Queries and keys [tokens, heads, head_dim], and the options with which an op of `ops.decode` does the rest of
+    their norms and rotation: norms of all heads together, and those that round otherwise, are applied here.
+
+    Args:
+        tables: by the id of a RotaryPositions, its table.
+        positions: [tokens], rows of the table.
+    """
+    options: dict[str, Any] = {}
+    norms = attention.q_norm, attention.k_norm
+    by_op = all(n is not None and n.weight.numel() == query.shape[-1] and n.op_kind in NORMS for n in norms)
+    if by_op and norms[0] is not None and norms[1] is not None and norms[0].eps == norms[1].eps:
+        offset = RMS_NORMS[norms[0].kind].get("offset", 0.0)
+        options |= {"q_norm": norms[0].weight, "k_norm": norms[1].weight}
+        options |= {"norm_eps": norms[0].eps, "norm_offset": offset}
+    else:
+        query, key = normalised_heads(query, norms[0]), normalised_heads(key, norms[1])
+    if attention.rotary is not None:
+        options |= {"rotary": tables[id(attention.rotary)], "row_positions": positions}
+        options["interleaved"] = attention.rotary.interleaved
+    return query, key, options
 
 
 def rotated(heads: Tensor, table: Tensor, rotary: RotaryPositions) -> Tensor:
