@@ -105,7 +105,11 @@ class StepAttention:
     def _to_slots(self, query: Tensor, key: Tensor, value: Tensor, attention: SelfAttention, cache: Tensor) -> Tensor:
         """`query` [rows, heads, head_dim], `key` and `value` [rows, kv_heads, head_dim], as they are projected."""
         if self.by_kernel:
-            query, key, options = options_of_op(query, key, attention, self.tables, self.state.positions)
+            options = options_of_op(attention, cache.shape[4], self.tables, self.state.positions)
+            if options is None:
+                query, key = normalised_heads(query, attention.q_norm), normalised_heads(key, attention.k_norm)
+                without = attention._replace(q_norm=None, k_norm=None)
+                options = options_of_op(without, cache.shape[4], self.tables, self.state.positions) or {}
             return ops.decode_attention_(
                 query,
                 key,

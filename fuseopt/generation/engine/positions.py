@@ -38,28 +38,31 @@ def normalised_heads(heads: Tensor, norm: Norm | None) -> Tensor:
 
 
 def options_of_op(
-    query: Tensor, key: Tensor, attention: SelfAttention, tables: Mapping[int, Tensor], positions: Tensor
-) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Queries and keys [tokens, heads, head_dim], and the options with which an op of `ops.decode` does the rest of
-    their norms and rotation: norms of all heads together, and those that round otherwise, are applied here.
+    attention: SelfAttention, head_dim: int, tables: Mapping[int, Tensor], positions: Tensor
+) -> dict[str, Any] | None:
+    """Options with which an op of `ops.decode` normalises and rotates queries and keys.
 
     Args:
         tables: by the id of a RotaryPositions, its table.
-        positions: [tokens], rows of the table.
+        positions: of the tokens, rows of the table.
+
+    Returns:
+        None if the ops have no such norm: one of all heads together, or one that rounds otherwise.
     """
     options: dict[str, Any] = {}
-    norms = attention.q_norm, attention.k_norm
-    by_op = all(n is not None and n.weight.numel() == query.shape[-1] and n.op_kind in NORMS for n in norms)
-    if by_op and norms[0] is not None and norms[1] is not None and norms[0].eps == norms[1].eps:
-        offset = RMS_NORMS[norms[0].kind].get("offset", 0.0)
-        options |= {"q_norm": norms[0].weight, "k_norm": norms[1].weight}
-        options |= {"norm_eps": norms[0].eps, "norm_offset": offset}
-    else:
-        query, key = normalised_heads(query, norms[0]), normalised_heads(key, norms[1])
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    if q_norm is not None and k_norm is not None:
+        is_by_head = q_norm.weight.numel() == k_norm.weight.numel() == head_dim
+        if not is_by_head or q_norm.op_kind not in NORMS or (q_norm.kind, q_norm.eps) != (k_norm.kind, k_norm.eps):
+            return None
+        options = {"q_norm": q_norm.weight, "k_norm": k_norm.weight, "norm_eps": q_norm.eps}
+        options["norm_offset"] = RMS_NORMS[q_norm.kind].get("offset", 0.0)
+    elif q_norm is not None or k_norm is not None:
+        return None
     if attention.rotary is not None:
         options |= {"rotary": tables[id(attention.rotary)], "row_positions": positions}
         options["interleaved"] = attention.rotary.interleaved
-    return query, key, options
+    return options
 
 
 def rotated(heads: Tensor, table: Tensor, rotary: RotaryPositions) -> Tensor:
