@@ -10,7 +10,7 @@ import fuseopt
 from fuseopt import ops
 from fuseopt.generation.engine import prompt_attention
 from fuseopt.generation.tiers import Tier
-from tests.generation.families.tiny_decoders import DECODERS, grouped
+from tests.generation.families.tiny_decoders import DECODERS, ENCODER_DECODERS, grouped
 from tests.generation.same_calls import (
     GENERATION,
     ON_DEVICE,
@@ -31,13 +31,14 @@ CALLS = {
     "beams": {"num_beams": 3},
     "on_host": {"do_sample": True, "bad_words_ids": [[5]]},
 }
+FAMILIES = DECODERS | ENCODER_DECODERS
 WINDOWED = ("mistral", "gemma3")
 
 
 @pytest.mark.parametrize("kind", CALLS)
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_calls_give_what_transformers_does(family: str, kind: str, each_device: torch.device) -> None:
-    model = DECODERS[family]()
+    model = FAMILIES[family]()
     tier = Tier.FAST_FORWARD if kind == "on_host" else Tier.DEVICE_LOOP
     compare(model, prompt(model, 3, 6, 0), tier, max_new_tokens=9, eos_token_id=60, **CALLS[kind])
 
@@ -57,9 +58,9 @@ def test_prompts_whose_keys_one_op_stores(family: str, padded: bool, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_sweep_of_arguments(family: str, each_device: torch.device) -> None:
-    model = DECODERS[family]()
+    model = FAMILIES[family]()
 
     @sweep(60)
     @given(st.integers(1, 4), st.integers(1, 9), st.booleans(), calls(ON_DEVICE), st.sampled_from((1, 1, 1, 2, 4)))
