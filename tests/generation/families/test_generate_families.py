@@ -57,6 +57,19 @@ def test_prompts_whose_keys_one_op_stores(family: str, padded: bool, monkeypatch
     assert len(stored) == count
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "gptj", "gpt_neox", "bart", "mt5", "umt5"])
+@pytest.mark.usefixtures("as_on_gpu")
+def test_calls_that_are_repeated_as_on_a_gpu(family: str) -> None:
+    """By ops and early prompts; the step is captured, as far as a CPU can, and replayed."""
+    stock, fused = FAMILIES[family](), fuseopt.initialize(FAMILIES[family](), GENERATION)
+    for padded in (False, True):
+        for length in (6, 6, 6, 4):
+            inputs = prompt(stock, 2, length, length, padded)
+            given = {**inputs, "max_new_tokens": 9, "pad_token_id": 0, "eos_token_id": 60}
+            assert torch.equal(fused.generate(**given), stock.generate(**given))
+            assert fused.generate.calls[-1].tier is Tier.DEVICE_LOOP, fused.generate.calls[-1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_sweep_of_arguments(family: str, each_device: torch.device) -> None:
