@@ -191,7 +191,7 @@ def bart_children(prefix: str, model_class: str, *, positions: str, embedding: s
     Args:
         prefix: start of the class names, such as "transformers.models.bart.modeling_bart.Bart".
         model_class: full name of the model's class.
-        positions: kind of positional embedding, "Learned" or "Sinusoidal".
+        positions: kind of positional embedding in its class name, "Learned" or "Sinusoidal".
         embedding: end of the class name of the token embedding; empty for torch.nn.Embedding.
     """
     tokens = f"{prefix}{embedding}" if embedding else _EMBEDDING
@@ -223,6 +223,18 @@ def bart_children(prefix: str, model_class: str, *, positions: str, embedding: s
         f"{prefix}Attention": _children(q_proj=LINEAR, k_proj=LINEAR, v_proj=LINEAR, out_proj=LINEAR),
         **stacks,
     }
+
+
+_WHISPER = "transformers.models.whisper.modeling_whisper.Whisper"
+_CONV1D = "torch.nn.modules.conv.Conv1d"
+WHISPER_CHILDREN: Children = {
+    **bart_children(_WHISPER, f"{_WHISPER}ForConditionalGeneration", positions=""),
+    f"{_WHISPER}ForConditionalGeneration": _children(model=f"{_WHISPER}Model", proj_out=LINEAR),
+    f"{_WHISPER}Encoder": _children(
+        conv1=_CONV1D, conv2=_CONV1D, embed_positions=_EMBEDDING, layers=MODULE_LIST, layer_norm=LAYER_NORM
+    )
+    | {"layers.*": (f"{_WHISPER}EncoderLayer",)},
+}
 
 
 def unexpected_modules(

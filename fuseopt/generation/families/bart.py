@@ -49,11 +49,15 @@ class BartStep(SpecStep):
             max_length=len(positions),
             layers=tuple(cls._layer(block) for block in decoder.layers),
             final_norm=None if final_norm is None else layer_norm_of(final_norm),
-            head=Linear((model.lm_head.weight,), (model.final_logits_bias[0],)),
+            head=cls.head_of(model),
             heads=attention.num_heads,
             kv_heads=attention.num_heads,
             head_dim=attention.head_dim,
         )
+
+    @staticmethod
+    def head_of(model: nn.Module) -> Linear:
+        return Linear((model.lm_head.weight,), (model.final_logits_bias[0],))
 
     @classmethod
     def _layer(cls, block: nn.Module) -> Layer:
