@@ -10,7 +10,7 @@ import fuseopt
 from fuseopt import ops
 from fuseopt.generation.engine import prompt_attention
 from fuseopt.generation.tiers import Tier
-from tests.generation.families.tiny_decoders import DECODERS, ENCODER_DECODERS, grouped
+from tests.generation.families.tiny_decoders import DECODERS, ENCODER_DECODERS, grouped, whisper
 from tests.generation.same_calls import (
     GENERATION,
     ON_DEVICE,
@@ -68,6 +68,23 @@ def test_calls_that_are_repeated_as_on_a_gpu(family: str) -> None:
             given = {**inputs, "max_new_tokens": 9, "pad_token_id": 0, "eos_token_id": 60}
             assert torch.equal(fused.generate(**given), stock.generate(**given))
             assert fused.generate.calls[-1].tier is Tier.DEVICE_LOOP, fused.generate.calls[-1]
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "beams"])
+def test_whisper(kind: str, each_device: torch.device) -> None:
+    """Whose generate() is its own, around that of transformers."""
+    model, features = whisper(), torch.randn(2, 8, 60, generator=torch.Generator().manual_seed(0), device="cpu")
+    arguments = {"max_new_tokens": 8, **CALLS[kind], "num_return_sequences": 1}
+
+    def tokens() -> torch.Tensor:
+        torch.manual_seed(1)
+        return model.generate(features.to(model.device), **arguments)
+
+    wanted = tokens()
+    with fuseopt.fused(model, GENERATION):
+        for _ in range(2):
+            assert torch.equal(tokens(), wanted)
+            assert model.generate.calls[-1].tier is Tier.DEVICE_LOOP
 
 
 @pytest.mark.slow

@@ -16,6 +16,8 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
     PegasusForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 from fuseopt.generation.families.spec_step import SpecStep
@@ -99,6 +101,15 @@ def bart(model_class: type[nn.Module], **config: object) -> nn.Module:
     with torch.no_grad():
         model.final_logits_bias.normal_()
     return model
+
+
+def whisper() -> nn.Module:
+    sizes = {"d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 8, "max_source_positions": 30}
+    heads = {"encoder_attention_heads": 3, "decoder_attention_heads": 3, "max_target_positions": 40}
+    ids = {"decoder_start_token_id": 3, "begin_suppress_tokens": None, "suppress_tokens": None}
+    inner = {"encoder_ffn_dim": 40, "decoder_ffn_dim": 40}
+    config = WhisperConfig(**_IDS, **sizes, **heads, **ids, **inner)
+    return _made(WhisperForConditionalGeneration, config)
 
 
 ENCODER_DECODERS: dict[str, Callable[[], nn.Module]] = {
