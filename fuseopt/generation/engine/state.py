@@ -102,7 +102,8 @@ class DecodeState:
     up to that one. A prefill reads the prompt from `ids` and `prompt_positions`, up to slot `slot`.
 
     Attributes:
-        cache: [layers, 2, rows, heads, capacity, head_dim]; keys, then values.
+        cache: [layers, 2, rows, kv_heads, capacity, head_dim]; keys, then values.
+        rotary_tables: what a step derives from the slots' numbers, [capacity, any] float32 each.
         cross_cache: [layers, 2, items, heads, cross_capacity, head_dim], of the encoder's output.
         tokens, positions: [rows], of the tokens that the next step takes.
         slot: [1], the slot that the next step fills.
@@ -144,6 +145,7 @@ class DecodeState:
             if sizes.items == 1 and rows <= FEW_ROWS and 0 < cross_capacity <= shape.absorbed_slots:
                 self.absorbed = AbsorbedCrossAttention(rows, cross_capacity, shape)
             self.slots = torch.arange(capacity, device=shape.device)
+            self.rotary_tables: tuple[Tensor, ...] = ()
             self.tokens, self.pad, self.cross_length = zeros(rows), zeros(1), zeros(1)
             # In one tensor, so that a step advances both by one addition.
             self.counters = zeros(rows + 1)
@@ -163,6 +165,7 @@ class DecodeState:
     @property
     def bytes(self) -> int:
         own = sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor) and value._base is None)
+        own += sum(table.nbytes for table in self.rotary_tables)
         return own + sum(part.bytes for part in (self.beams, self.absorbed) if part is not None)
 
     @property

@@ -244,7 +244,7 @@ class EarlyPrefill:
 
     def _state(self, sizes: Sizes) -> DecodeState:
         step = self.checked.step
-        return self.graphs.state(sizes, lambda: DecodeState(sizes, step.shape, step.vocab))
+        return self.graphs.state(sizes, lambda: step.new_state(sizes))
 
 
 def prompt_of(arguments: Mapping[str, Any]) -> Any:
