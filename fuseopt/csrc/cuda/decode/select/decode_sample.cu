@@ -162,13 +162,15 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
   // Scores that are still lower have a probability of less than 2^-125, and are never drawn.
   float lowest = fmaxf(static_cast<float>(-bounds[1]), highest - RowCutter::kMostRange);
   Kept kept = {key_of(lowest + 0.f), 0, highest, static_cast<float>(rows.of.min_p)};
+  const bool is_typical = rows.of.typical_p < 1, is_top_k_alone = rows.of.top_p >= 1 && rows.of.min_p <= 0 && !is_typical;
   bool is_cut = false;
   if (rows.of.top_k < select.vocabulary) {
-    const ScoreCut cut = cutter.find<CutBy::kCount>(
-        places, highest, lowest, static_cast<double>(rows.of.top_k),
-        [&](int i) { return key_of(scores[i]) >= kept.key ? scores[i] : -INFINITY; }, [](int) { return 1.f; });
-    if (cut.is_cut) kept.key = cut.key, lowest = score_of(cut.key);
+    const ScoreCut cut = cutter.find<CutBy::kCount>(places, highest, static_cast<float>(-bounds[1]),
+                                                    static_cast<double>(rows.of.top_k), [&](int i) { return scores[i]; },
+                                                    [](int) { return 1.f; });
     is_cut = cut.is_cut;
+    // Other filters remove what is never drawn.
+    if (is_cut && (is_top_k_alone || cut.key > kept.key)) kept.key = cut.key, lowest = fmaxf(lowest, score_of(cut.key));
   }
   // The order of upstream: min-p comes after top-p.
   const float min_p = kept.min_p;
@@ -176,7 +178,6 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
   if (rows.of.top_p < 1) cut_top_p(cutter, scores, places, lowest, rows.of.top_p, kept);
   kept.min_p = min_p;
   Typicality typicality = {highest};
-  const bool is_typical = rows.of.typical_p < 1;
   const unsigned typical = is_typical ? cut_typical_p(cutter, scores, places, rows.of.typical_p, kept, typicality) : 0;
 
   const auto is_kept = [&](int i) {
