@@ -24,6 +24,11 @@ OWN_TESTS = {
         "cuda-cuda and not float64 and (test_losses or -50304- or -262144-)",
     ),
     "decode_attention_": ("decode/test_attention.py", "test_kernel_against or test_kernel_for_many"),
+    "decode_attention_, grouped": (
+        "decode/test_grouped_attention.py",
+        "tensor_cores or plain_kernel or many_rows or encoders_cache",
+    ),
+    "decode_rotary_store_": ("decode/test_rotary_store.py", "test_kernel_against"),
     "partial softmaxes that are no numbers": ("decode/test_attention.py", "no_numbers and bfloat16"),
     "decode_beams_": ("decode/test_beams.py", "test_is_what_beam_search_does and cuda-cuda"),
     **{
