@@ -46,7 +46,7 @@ OWN_TESTS = {
     ),
     "decode_head_select_": (
         "decode/test_head_select.py",
-        "test_ties_in_vocabularies and t5_rms_norm and bfloat16 and 512-8-",
+        "test_ties_in_vocabularies and rms_norm and bfloat16 and 512-8-",
     ),
     "decode_head_select_, addends": (
         "decode/test_head_select.py",

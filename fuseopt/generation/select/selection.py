@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fuseopt import ops
 from fuseopt.generation.engine.device_constants import TrackedCopy
-from fuseopt.generation.engine.layers import HeadInput
+from fuseopt.generation.engine.residual_stream import HeadInput
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.select.device_processors import DeviceProcessor, Edits, sampling_filters
 from fuseopt.ops import LogitsEdits
@@ -138,16 +138,14 @@ class Selection:
         if not (self._takes_likeliest and hidden.has_kernel_to_select):
             self(state, hidden.logits())
             return
-        kind, weight, bias, eps = hidden.norm
+        assert hidden.norm is not None, "has_kernel_to_select"
         ops.decode_head_select_(
             hidden.hidden,
             hidden.head.weights[0],
             *self._written(state),
             split_k_partials=hidden.split_k_partials,
-            norm=kind,
-            norm_weight=weight,
-            norm_bias=bias,
-            eps=eps,
+            **hidden.norm.of_op,
+            eps=hidden.norm.eps,
             counters=(state.counters,),
             edits=self._edits_left(state),
             pdl=True,

@@ -21,12 +21,13 @@ struct DecodeLinear {
   TypedPointer input;  // [rows, in_features]
   int64_t rows;
   int64_t in_features;
-  const void* weights[kMaxWeights];  // [out_features, in_features]
+  const void* weights[kMaxWeights];  // [widths[i], in_features]
   int weight_count;
   int weight_dtype;             // DType
   int64_t weight_stride;        // stride of the dimension whose stride is not 1
   bool weights_are_transposed;  // that dimension is `in_features`
-  int64_t out_features;
+  int64_t widths[kMaxWeights];
+  int64_t out_features;  // the largest of `widths`; of a gated pair each
   TypedPointer biases[kMaxWeights];
   TypedPointer residual;  // like `output`
   TypedPointer norm_weight;
@@ -38,7 +39,7 @@ struct DecodeLinear {
   bool pdl;         // may start before the previous kernel on the stream has ended
   const void* prefetch[kMaxWeights];  // weights to prefetch into the L2 cache, or null
   int64_t prefetch_bytes;             // of each
-  TypedPointer output;  // [rows, out_features * weight_count], or [rows, out_features] if gated
+  TypedPointer output;  // [rows, sum of widths], or [rows, out_features] if gated
   const float* split_k_partials;  // [kSplitK, rows, in_features] to be added to `input`; or null
   void* sum;  // with `split_k_partials`: that sum, [rows, in_features] of the input's dtype
   bool is_split_k;         // `output` is [kSplitK, rows, out_features] float32, yet to be added up
