@@ -203,9 +203,11 @@ struct DecodeSelect {
 };
 
 // The end of a step that samples: of the scores that `select.edits` and then the filters leave, the one whose probability
-// divided by its `select.divisors` is highest. Absent filters have the values that are given here.
+// divided by its number is highest. The numbers are `select.divisors`, or those that torch.Tensor.exponential_ would draw.
+// Absent filters have the values that are given here.
 struct DecodeSample {
-  DecodeSelect select;  // `candidates` is [rows, blocks]
+  DecodeSelect select;    // `candidates` is [rows]
+  const int64_t* random;  // seed and offset of torch's generator, and how many draws came before; null with divisors
   int64_t top_k;        // vocabulary: none
   double top_p;         // 1: none
   double min_p;         // 0: none
