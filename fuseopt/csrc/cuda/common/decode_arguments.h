@@ -48,6 +48,18 @@ struct DecodeLinear {
   const int64_t* sequence_length;  // determines which rules hold
 };
 
+inline int64_t output_columns(const DecodeLinear& layer) {
+  int64_t columns = 0;
+  for (const int64_t width : layer.widths) columns += width;
+  return layer.gated ? layer.out_features : columns;
+}
+
+inline bool has_one_width(const DecodeLinear& layer) {
+  bool has_one = true;
+  for (int i = 1; i < layer.weight_count; ++i) has_one &= layer.widths[i] == layer.widths[0];
+  return has_one;
+}
+
 // One integer for all rows, or one for each.
 struct Integers {
   const void* data;  // null: zeros
