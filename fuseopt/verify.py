@@ -95,8 +95,15 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        compared = [c for c in (self._outputs, self.loss, self.gradient) if c is not None]
-        return all(c.ok for c in compared) and not (self.tokens_count and self.tokens_agree is False)
+        return self.problem is None
+
+    @property
+    def problem(self) -> str | None:
+        """What is less exact than allowed, in a few words; None if nothing is."""
+        for compared in (self._outputs, self.loss, self.gradient):
+            if compared is not None and not compared.ok:
+                return f"{compared.name}: error {compared.fused_error:.1e}, allowed {compared.tolerance:.1e}"
+        return "other tokens" if self.tokens_count and self.tokens_agree is False else None
 
     @property
     def _outputs(self) -> Comparison:
