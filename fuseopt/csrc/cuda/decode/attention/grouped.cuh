@@ -13,7 +13,7 @@
 
 namespace fuseopt {
 
-constexpr int kGroupedMaxWarps = 8;
+constexpr int kMaxGroupedWarps = 8;
 
 // Warps of a block, blocks of a cluster, and stages of a warp.
 struct GroupedShape {
@@ -38,14 +38,14 @@ struct GroupedMemory {
   T vectors[kVectors][kPitch];  // queries, then the new key and value
   float merged[kTileQueries][kDims];  // of this block
   PartStats stats[kTileQueries];
-  float scratch[kGroupedMaxWarps * kWarpSize * LaneRotation<float>::kScratch];
+  float scratch[kMaxGroupedWarps * kWarpSize * LaneRotation<float>::kScratch];
 
   static constexpr size_t fixed_bytes() { return (sizeof(GroupedMemory) + kRingAlignment - 1) / kRingAlignment * kRingAlignment; }
   static size_t bytes(const GroupedShape& shape) { return fixed_bytes() + sizeof(Tiles) * shape.warps * shape.stages; }
 };
 
 template <typename T, int kDims, bool kAncestry>
-__global__ void __launch_bounds__(kGroupedMaxWarps* kWarpSize)
+__global__ void __launch_bounds__(kMaxGroupedWarps* kWarpSize)
     decode_attention_grouped_kernel(const __grid_constant__ GroupedAttention grouped) {
   using Memory = GroupedMemory<T, kDims>;
   using Tile = typename Memory::Tile;
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kGroupedMaxWarps* kWarpSize)
     const int q = index / pairs, dim = index % pairs * 2;
     float2 merged;
     const PartStats all = merge(
-        IntTag<kGroupedMaxWarps>{}, warps,
+        IntTag<kMaxGroupedWarps>{}, warps,
         [&](int warp) { return PartStats{result_of(warp)->largest[q], result_of(warp)->sum[q]}; },
         [&](int warp) { return reinterpret_cast<const float2&>(result_of(warp)->values[q][dim]); }, merged);
     if (blocks > 1) {
@@ -262,13 +262,15 @@ __global__ void __launch_bounds__(kGroupedMaxWarps* kWarpSize)
 template <typename T, int kDims>
 GroupedShape grouped_shape(const DecodeAttention& attention, int64_t units) {
   using Memory = GroupedMemory<T, kDims>;
+  constexpr unsigned kMostWarps = kDims > 128 ? kMaxGroupedWarps / 2 : kMaxGroupedWarps;
+  static_assert(Memory::fixed_bytes() + kMostWarps * sizeof(typename Memory::Tiles) <= kLeastSharedBytesOfSm80);
   // TUNED: measurement not recorded.
   constexpr int64_t kWarps = 12, kSharedBytes = 200 * 1024;
   constexpr int kMaxStages = 3;
   const int64_t processors = multiprocessor_count();
   const int64_t longest = attention.window > 0 ? std::min(attention.window, attention.capacity) : attention.capacity;
   const int64_t tiles = ceil_div(longest, Memory::kKeys);
-  GroupedShape shape{kDims > 128 ? kGroupedMaxWarps / 2 : kGroupedMaxWarps, 1, 1};
+  GroupedShape shape{kMostWarps, 1, 1};
   while (shape.warps > 1 && (units * shape.warps > kWarps * processors || shape.warps / 2 >= tiles)) shape.warps /= 2;
   while (is_sm90_or_newer() && shape.cluster < kMaxClusterSize && shape.warps * shape.cluster < tiles &&
          units * shape.cluster * 2 <= processors) {

@@ -162,7 +162,8 @@ template <typename T>
 int64_t decode_linear_parts(const DecodeLinear& layer) {
   const bool has_best = layer.rows > 0 && layer.rows <= kHalfRows && layer.norm != kNoNorm && layer.weight_count == 1 &&
                         !layer.gated && layer.output.dtype == kDType<T> && takes_mma<T>(layer) && takes_streamed_nk(layer);
-  return has_best ? StreamedNKPlan(layer).clusters() : 0;
+  const StreamedNKPlan plan(layer);
+  return has_best && plan.tiles == 4 ? plan.clusters() : 0;
 }
 
 // Whether a layer is one weight [K, N] with nothing after the product but a bias, and no norm of Gemma's.
@@ -199,7 +200,7 @@ bool accepts_partials(const DecodeLinear& layer) {
   if (!is_streamed) return takes_sums_by_strips<T>(layer);
   // What launch_streamed_nk has a kernel for: each block reads whole rows.
   const StreamedNKPlan plan(layer);
-  return plan.blocks == 1 && plan.stages == 3;
+  return plan.blocks == 1 && plan.stages == 3 && plan.tiles == 4;
 }
 
 template <typename T>
