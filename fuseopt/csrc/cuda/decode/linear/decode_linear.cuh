@@ -34,8 +34,9 @@ extern template bool launch_decode_linear_many_rows<__half>(const DecodeLinear&,
 extern template bool launch_decode_linear_many_rows<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 extern template bool launch_decode_linear_tiles<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 extern template bool launch_decode_linear_tiles<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
+extern template bool launch_decode_linear_tiles<float>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 
-// float32 has kernels of its own (fma.cuh).
+// float32 has a kernel of its own for few rows (fma.cuh).
 template <>
 bool launch_decode_linear_few_rows<float>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 template <>
