@@ -132,7 +132,7 @@ def test_the_table_says_which_kernel_takes_a_layer_of_float32(program: Path) -> 
     lines = []
     for model in ("GPT-2", "GPT-2 XL", "T5-base"):
         for role, layer in MODELS[model].items():
-            k, n, weights, is_kn, norm, activation, gated, residual = layer
+            k, n, weights, is_kn, norm, *_ = layer
             apart = (k, n, weights, is_kn, NO_NORM if norm == LAYER_NORM else norm, IDENTITY, 0, 0)
             cases = [(*(layer if rows <= FEW_ROWS else apart), rows) for rows in ROWS]
             found = map(kernel_of, launches(program, "H200", cases, is_float32=True))
