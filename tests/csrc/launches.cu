@@ -3,7 +3,7 @@
 //
 // Arguments: compute capability (90), multiprocessors, shared memory of a block and of a multiprocessor in bytes, and
 // whether layers are of float32.
-// Reads a case a line, "K N weights is_kn norm activation is_gated has_residual rows", and prints the launch.
+// Reads a case a line, "K N weights N_of_others is_kn norm activation is_gated has_residual rows", and prints the launch.
 #include <cstdio>
 #include <cstdlib>
 
@@ -31,16 +31,16 @@ int main(int, char** arguments) {
   capability = std::atoi(arguments[1]), multiprocessors = std::atoi(arguments[2]);
   block_bytes = std::atoi(arguments[3]), multiprocessor_bytes = std::atoi(arguments[4]);
   const int dtype = std::atoi(arguments[5]) ? kFloat32 : kBFloat16;
-  long in_features, out_features, rows;
+  long in_features, out_features, others, rows;
   int weights, is_kn, norm, activation, is_gated, has_residual;
   void* const tensor = reinterpret_cast<void*>(uintptr_t{4096});  // aligned, and never read
-  while (std::scanf("%ld %ld %d %d %d %d %d %d %ld", &in_features, &out_features, &weights, &is_kn, &norm, &activation,
-                    &is_gated, &has_residual, &rows) == 9) {
+  while (std::scanf("%ld %ld %d %ld %d %d %d %d %d %ld", &in_features, &out_features, &weights, &others, &is_kn, &norm,
+                    &activation, &is_gated, &has_residual, &rows) == 10) {
     DecodeLinear layer = {};
     layer.input = layer.output = {tensor, dtype};
     layer.rows = rows, layer.in_features = in_features, layer.out_features = out_features;
     layer.weight_count = weights, layer.weight_dtype = dtype;
-    for (int i = 0; i < weights; ++i) layer.weights[i] = tensor;
+    for (int i = 0; i < weights; ++i) layer.weights[i] = tensor, layer.widths[i] = i == 0 ? out_features : others;
     layer.weights_are_transposed = is_kn, layer.weight_stride = is_kn ? out_features : in_features;
     if (has_residual) layer.residual = {tensor, dtype};
     if (norm != kNoNorm) layer.norm_weight = {tensor, dtype};

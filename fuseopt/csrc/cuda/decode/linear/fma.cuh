@@ -21,13 +21,11 @@ constexpr int kFmaStages = 6;
 constexpr int kFmaStageBytes = kFmaThreads * kFmaTile * kAccessBytes;
 
 struct FmaLayer : MmaLayer<float> {
-  int strips;       // of each weight
   int stages;       // of K, in a strip
   int slots;        // of the ring: stages that it holds
   int copy_groups;  // of a stage, for those of all slots to be kFmaStages
   int held_k;       // of each row in shared memory: whole stages
   int share;        // of K, of each y of the grid if split_k: in_features otherwise
-  int output_step;  // from the outputs of one y of the grid to those of the next
   bool is_gated, is_split_k;
   Candidate<float>* best;  // of each row, for each block: its highest output; or null
   TokenRules rules;        // by which outputs are compared
@@ -48,21 +46,23 @@ class FmaStream {
   using Shape = FmaShape<kColumnLanes>;
 
  public:
-  __device__ FmaStream(const FmaLayer& layer, int strip, int k, int place, int columns)
-      : layer_(layer), columns_(columns), strip_(strip), k_(k) {
+  // `outputs`: columns of the weight; `columns`: of K.
+  __device__ FmaStream(const FmaLayer& layer, int strip, int k, int place, int outputs, int columns)
+      : layer_(layer), outputs_(outputs), columns_(columns), k_(k) {
     const int width = layer.is_gated ? Shape::kColumns / 2 : Shape::kColumns;
     const bool is_gate = place >= width;
-    column_ = strip * width + (is_gate ? place - width : place);
+    place_ = is_gate ? place - width : place;
+    column_ = strip * width + place_;
     const float* const weight = layer.weights[is_gate ? 1 : blockIdx.y];
     from_ = weight + (kLayout == Layout::kColMajorKN ? offset(k) + column_ : offset(column_) + k);
   }
 
   // Starts the copies of the thread's part of the next stage; a group of none at the end.
   __device__ void fetch(char* stage) {
-    if (strip_ < layer_.strips) {
+    if (column_ - place_ < outputs_) {  // there is such a strip
 #pragma unroll
       for (int i = 0; i < kFmaTile; ++i) {
-        const bool is_column = column_ + (kLayout == Layout::kColMajorKN ? 0 : i) < layer_.out_features;
+        const bool is_column = column_ + (kLayout == Layout::kColMajorKN ? 0 : i) < outputs_;
         copy_async(stage + place(i), from_ + offset(i), is_column && k_ < columns_);
       }
       k_ += Shape::kStageK;
@@ -71,7 +71,6 @@ class FmaStream {
         const int back = layer_.stages * Shape::kStageK, width = layer_.is_gated ? Shape::kColumns / 2 : Shape::kColumns;
         const int step = static_cast<int>(gridDim.x);
         stage_ = 0;
-        strip_ += step;
         k_ -= back;
         column_ += step * width;
         from_ += (kLayout == Layout::kColMajorKN ? static_cast<int64_t>(step) * width : offset(step * width)) - along_k(back);
@@ -93,8 +92,8 @@ class FmaStream {
   __device__ int64_t along_k(int k) const { return kLayout == Layout::kColMajorKN ? offset(k) : k; }
 
   const FmaLayer& layer_;
-  const int columns_;
-  int strip_, k_, column_, stage_ = 0;
+  const int outputs_, columns_;
+  int k_, column_, place_, stage_ = 0;
   const float* from_;
 };
 
@@ -158,6 +157,7 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, rows = layer.rows, held = layer.held_k;
   const int first_k = layer.is_split_k ? blockIdx.y * layer.share : 0;
   const int columns = min(layer.in_features - first_k, layer.share);
+  const int outputs = layer.is_gated ? layer.out_features : layer.widths[blockIdx.y];
   const int own_k = warp * Shape::kWarpK + lane / kColumnLanes * kFmaTile, own_place = lane % kColumnLanes * kFmaTile;
 
   extern __shared__ __align__(kRingAlignment) char shared[];
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
 
   let_successor_start();
   int strip = static_cast<int>(blockIdx.x);
-  FmaStream<kLayout, kColumnLanes> weight(layer, strip, own_k, own_place, columns);
+  FmaStream<kLayout, kColumnLanes> weight(layer, strip, own_k, own_place, outputs, columns);
 #pragma unroll 1
   for (int k = threadIdx.x * kFmaTile; kNorm && k < columns; k += kFmaThreads * kFmaTile) {
     if (layer.norm_weight != nullptr) copy_async(scale + k, layer.norm_weight + k, true);
@@ -181,19 +181,20 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
   for (int s = 0; s < layer.slots; ++s) weight.fetch(shared + s * kFmaStageBytes);
 #pragma unroll 1
   for (int g = layer.slots * layer.copy_groups; g < kFmaStages; ++g) end_copy_group();
-  const bool has_several_strips = layer.strips > static_cast<int>(gridDim.x);
-  if (!has_several_strips) prefetch_next_weights(layer);
 
   // What the thread finishes of each strip: one output.
   static_assert(kRows * kColumns <= kFmaThreads);
-  const int width = layer.is_gated ? kColumns / 2 : kColumns;
+  const int width = layer.is_gated ? kColumns / 2 : kColumns, strips = (outputs + width - 1) / width;
+  const bool has_several_strips = strips > static_cast<int>(gridDim.x);
+  if (!has_several_strips) prefetch_next_weights(layer);
   const int own_row = threadIdx.x / width, own_column = threadIdx.x % width;
-  const int64_t output_row = blockIdx.y * static_cast<int64_t>(layer.output_step) + own_row * layer.output_stride;
+  const int64_t first_output = layer.is_split_k ? blockIdx.y * static_cast<int64_t>(rows) * outputs : layer.first_outputs[blockIdx.y];
+  const int64_t output_row = first_output + own_row * static_cast<int64_t>(layer.output_stride);
   float bias = 0.f, gate_bias = 0.f, residual = 0.f;
   unsigned rules_of_column = 0;
   const auto load_parameters = [&] {
     const int column = strip * width + own_column;
-    if (own_row >= rows || column >= layer.out_features) return;
+    if (own_row >= rows || column >= outputs) return;
     const float* const biases = layer.biases[layer.is_gated ? 0 : blockIdx.y];
     if (biases != nullptr) bias = biases[column];
     if (layer.is_gated && layer.biases[1] != nullptr) gate_bias = layer.biases[1][column];
@@ -201,7 +202,7 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
   };
   const auto load_residual = [&] {
     const int column = strip * width + own_column;
-    if (layer.residual == nullptr || own_row >= rows || column >= layer.out_features) return;
+    if (layer.residual == nullptr || own_row >= rows || column >= outputs) return;
     residual = __ldcg(static_cast<const float*>(layer.residual) + output_row + column);
   };
   load_parameters();
@@ -261,13 +262,14 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
         await_copy_groups<kFmaStages>();
         __syncthreads();  // scale and shift are there
       }
+      const float more = layer.adds_one ? 1.f : 0.f;
 #pragma unroll 1
       for (int k = member_k; k < columns; k += kStep) {
         auto& values = *reinterpret_cast<Vector<float>*>(row + k);
 #pragma unroll
         for (int i = 0; i < kFmaTile; ++i) {
           float value = (values[i] - mean) * rstd;
-          if (layer.norm_weight != nullptr) value *= scale[k + i];
+          if (layer.norm_weight != nullptr) value *= scale[k + i] + more;
           if (layer.norm_bias != nullptr) value += shift[k + i];
           values.values[i] = value;
         }
@@ -280,7 +282,7 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
   char* const end_of_ring = shared + layer.slots * kFmaStageBytes;
   Candidate<float> best;
 #pragma unroll 1
-  for (int turn = 0; strip < layer.strips; turn ^= 1) {
+  for (int turn = 0; strip < strips; turn ^= 1) {
     float sums[kRows * kFmaTile] = {};
     const float* own_x = x + own_k;
 #pragma unroll 1
@@ -317,7 +319,7 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
     __syncthreads();
 
     const int column = strip * width + own_column;
-    if (own_row < rows && column < layer.out_features) {
+    if (own_row < rows && column < outputs) {
       const auto total = [&](int place, float sum) {
 #pragma unroll
         for (int w = 0; w < kFmaWarps; ++w) sum += sums_at(turn, w, own_row)[place];
@@ -408,10 +410,9 @@ cudaError_t launch_fma_as(const FmaLayer& layer, const LaunchShape& shape, bool 
 template <Layout kLayout, bool kNorm>
 cudaError_t launch_fma(const DecodeLinear& layer, const FmaPlan& plan, cudaStream_t stream) {
   FmaLayer of{mma_layer<float>(layer)};
-  of.strips = plan.strips, of.stages = plan.stages, of.slots = plan.slots, of.copy_groups = plan.copy_groups;
+  of.stages = plan.stages, of.slots = plan.slots, of.copy_groups = plan.copy_groups;
   of.held_k = plan.held_k, of.share = plan.share;
   of.is_gated = layer.gated, of.is_split_k = layer.is_split_k;
-  of.output_step = static_cast<int>(layer.is_split_k ? layer.rows * layer.out_features : layer.out_features);
   if (layer.is_split_k) {
     of.weights[1] = of.weights[0] + plan.share * (kLayout == Layout::kColMajorKN ? layer.weight_stride : 1);
   }
@@ -455,9 +456,10 @@ inline bool suits_fma(const DecodeLinear& layer) {
   if (compute_capability_major() < 8 || layer.weight_dtype != kFloat32 || layer.rows > kFmaMostRows) return false;
   bool suits = layer.input.dtype == kFloat32 && layer.output.dtype == kFloat32 && is_aligned(layer.input.data) &&
                layer.in_features > 0 && layer.in_features % kFmaTile == 0 && layer.weight_stride % kFmaTile == 0 &&
-               layer.weight_stride <= INT32_MAX && layer.out_features * DecodeLinear::kMaxWeights <= INT32_MAX &&
-               (!layer.weights_are_transposed || layer.out_features % kFmaTile == 0);
-  for (int i = 0; i < layer.weight_count; ++i) suits &= is_aligned(layer.weights[i]);
+               layer.weight_stride <= INT32_MAX && output_columns(layer) <= INT32_MAX;
+  for (int i = 0; i < layer.weight_count; ++i) {
+    suits &= is_aligned(layer.weights[i]) && (!layer.weights_are_transposed || layer.widths[i] % kFmaTile == 0);
+  }
   const auto is_float = [](const TypedPointer& tensor) { return tensor.data == nullptr || tensor.dtype == kFloat32; };
   for (const TypedPointer& bias : layer.biases) suits &= is_float(bias);
   for (const TypedPointer& norm : {layer.norm_weight, layer.norm_bias}) suits &= is_float(norm) && is_aligned(norm.data);

@@ -139,17 +139,21 @@ struct TileSquares<float> {
   }
 };
 
-// Multiplies a product's part of 16 columns with the norm's weight, which begins at `scale`.
+// Multiplies a product's part of 16 columns with the norm's weight, which begins at `scale`, or with one more.
 template <typename T>
-__device__ inline void scale_product(uint4& w, const T* scale) {
+__device__ inline void scale_product(uint4& w, const T* scale, bool adds_one) {
   if constexpr (std::is_same_v<T, float>) {
-    const float low = scale[threadIdx.x % 4], high = scale[threadIdx.x % 4 + 4];
+    const float more = adds_one ? 1.f : 0.f;
+    const float low = scale[threadIdx.x % 4] + more, high = scale[threadIdx.x % 4 + 4] + more;
     auto& values = reinterpret_cast<float4&>(w);
     values = {values.x * low, values.y * high, values.z * low, values.w * high};
   } else {
     const unsigned low = *reinterpret_cast<const unsigned*>(scale + threadIdx.x % 4 * 2);
     const unsigned high = *reinterpret_cast<const unsigned*>(scale + threadIdx.x % 4 * 2 + 8);
-    w = {multiply_pair<T>(w.x, low), multiply_pair<T>(w.y, high), multiply_pair<T>(w.z, low), multiply_pair<T>(w.w, high)};
+    const auto scaled = [&](unsigned pair, unsigned by) {
+      return adds_one ? multiply_pair_by_one_more<T>(pair, by) : multiply_pair<T>(pair, by);
+    };
+    w = {scaled(w.x, low), scaled(w.y, high), scaled(w.z, low), scaled(w.w, high)};
   }
 }
 
@@ -162,7 +166,7 @@ __device__ __noinline__ float slow_product(const MmaLayer<float>& layer, int row
   float sum = 0.f;
 #pragma unroll 1
   for (int k = 0; k < layer.in_features; ++k) {
-    const float scale = layer.norm_weight != nullptr ? layer.norm_weight[k] : 1.f;
+    const float scale = layer.norm_weight != nullptr ? layer.norm_weight[k] + (layer.adds_one ? 1.f : 0.f) : 1.f;
     sum = fmaf(x[k], w[static_cast<int64_t>(k) * (is_kn ? layer.weight_stride : 1)] * scale, sum);
   }
   return sum;
@@ -234,6 +238,7 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<T, kRowWarps>::kBlocks
   // Of a warp's rows those 16 come first whose squares it finds.
   const auto row_of = [&](int half) { return row_warp * Shape::kWarpTile + (half ^ column_warp) * 16; };
   const auto column_of = [&](int half) { return column_warp * Shape::kWarpTile + half * 16; };
+  const bool adds_one = layer.adds_one && layer.norm_weight != nullptr;
   int place = 0, free_place = kStages - 1;
 #pragma unroll 1
   for (int s = 0; s < stages; ++s) {
@@ -256,7 +261,7 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<T, kRowWarps>::kBlocks
       if constexpr (kNorm) {
         const T* const scale_at = scale + s * Shape::kStageK + product * Shape::kProductK;
 #pragma unroll
-        for (uint4& v : w) scale_product<T>(v, scale_at);
+        for (uint4& v : w) scale_product<T>(v, scale_at, adds_one);
         row_squares.add(x[0]);
       }
       of_stage.add(x, w);
