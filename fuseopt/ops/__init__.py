@@ -8,7 +8,7 @@ from fuseopt.ops.add_rms_norm import add_rms_norm
 from fuseopt.ops.cross_entropy import cross_entropy
 from fuseopt.ops.cross_entropy_grad import cross_entropy_grad_
 from fuseopt.ops.decode.attention import decode_attention, decode_attention_
-from fuseopt.ops.decode.beam_candidates import beam_candidates
+from fuseopt.ops.decode.beam_candidates import beam_candidates, drawn_continuations
 from fuseopt.ops.decode.beams import decode_beams_
 from fuseopt.ops.decode.edit_logits import LogitsEdits, edit_logits
 from fuseopt.ops.decode.embedding import decode_embedding
@@ -56,6 +56,7 @@ __all__ = [
     "decode_sample_",
     "decode_select_",
     "decode_softmax_linear",
+    "drawn_continuations",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
     "edit_logits",

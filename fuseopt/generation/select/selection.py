@@ -15,7 +15,8 @@ from fuseopt.generation.engine.residual_stream import HeadInput
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.select.device_processors import DeviceProcessor, Edits, sampling_filters
 from fuseopt.ops import LogitsEdits
-from fuseopt.ops.decode.sample import draws_numbers, offset_of_draw
+from fuseopt.ops.decode.sample import draws_numbers
+from fuseopt.ops.decode.torch_draw import offset_of_draw
 
 
 class Selection:
@@ -73,9 +74,12 @@ class Selection:
 
     def offset_of_draw(self, state: DecodeState) -> int:
         """By how much a call advances the offset of torch's generator if its kernel draws; 0 if torch draws."""
-        if not (self._draws_tokens and self.do_sample and draws_numbers(state.logits)):
+        if not (self.do_sample and self._kernel_draws(state)):
             return 0
         return offset_of_draw(state.logits.numel(), state.device)
+
+    def _kernel_draws(self, state: DecodeState) -> bool:
+        return draws_numbers(state.logits)
 
     @property
     def may_end_early(self) -> bool:

@@ -5,7 +5,6 @@ Upstream, in the order in which `generate()` applies them: those of `edit_logits
 2024, arXiv 2407.01082), `TypicalLogitsWarper` (Meister et al. 2023, arXiv 2202.00666), and `torch.multinomial`.
 """
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -16,13 +15,11 @@ from torch import Tensor
 from fuseopt.ops import registry
 from fuseopt.ops.decode.edit_logits import OPTIONAL_EDITS, LogitsEdits, check_edits, edit_logits, for_kernel
 from fuseopt.ops.decode.select import check_state, decode_select_
+from fuseopt.ops.decode.torch_draw import MOST_NUMBERS, check_random, drawn
 from fuseopt.ops.library import check_shape, define
 
 # Tokens that a block of the kernel can have, and blocks that share a row: 16 on GPUs with clusters of blocks.
 _TOKENS_OF_BLOCK, _BLOCKS_OF_CLUSTER = 2**16 - 8, 16
-# Of torch's exponential_: threads of a block, numbers that a thread takes from a counter of Philox, and the most that
-# one launch draws.
-_DRAW_THREADS, _NUMBERS_OF_COUNTER, _MOST_NUMBERS = 256, 4, 2**29
 
 
 class SamplingFilters(NamedTuple):
@@ -115,28 +112,7 @@ def _has_kernel(logits: Tensor) -> bool:
 def draws_numbers(logits: Tensor) -> bool:
     """Whether `decode_sample_` draws its random numbers in its kernel, and so takes `random` in a captured step."""
     on_gpu = registry.pick("decode_sample_", "auto", logits.device, (logits.dtype,)) != "reference"
-    return on_gpu and _has_kernel(logits) and logits.numel() <= _MOST_NUMBERS
-
-
-@functools.cache
-def _threads_of_draw(count: int, device: torch.device) -> int:
-    properties = torch.cuda.get_device_properties(device)
-    blocks = properties.multi_processor_count * (properties.max_threads_per_multi_processor // _DRAW_THREADS)
-    return _DRAW_THREADS * min(-(-count // _DRAW_THREADS), blocks)
-
-
-def offset_of_draw(count: int, device: torch.device) -> int:
-    """By how much torch's generator advances when `exponential_` draws `count` float32 numbers on a GPU."""
-    return -(-count // (_threads_of_draw(count, device) * _NUMBERS_OF_COUNTER)) * _NUMBERS_OF_COUNTER
-
-
-def _drawn(random: Tensor, shape: torch.Size) -> Tensor:
-    """What the kernel draws, from a generator of its own."""
-    seed, offset, draws = random.tolist()
-    generator = torch.Generator(random.device)
-    generator.manual_seed(seed % 2**64)
-    generator.set_offset(offset + draws * offset_of_draw(shape.numel(), random.device))
-    return torch.empty(shape, device=random.device).exponential_(generator=generator)
+    return on_gpu and _has_kernel(logits) and logits.numel() <= MOST_NUMBERS
 
 
 def _check(
@@ -156,12 +132,7 @@ def _check(
         if divisors.dtype != torch.float32:
             raise TypeError(f"divisors must be torch.float32, not {divisors.dtype}")
     if random is not None:
-        if random.dtype != torch.int64 or random.shape != (3,) or not random.is_cuda:
-            raise ValueError(
-                f"random must be [3] torch.int64 on a GPU, not {list(random.shape)} {random.dtype} on {random.device}"
-            )
-        if logits.numel() > _MOST_NUMBERS:
-            raise ValueError(f"random serves up to {_MOST_NUMBERS} logits, not {logits.numel()}")
+        check_random(random, logits)
     if kept is not None:
         check_shape("kept", kept, logits.shape)
         if kept.dtype != torch.float32:
@@ -239,7 +210,7 @@ def decode_sample_(
         if kept is not None:
             kept.copy_(scores)
         if random is not None:
-            divisors = _drawn(random, logits.shape)
+            divisors = drawn(random, logits.shape)
         decode_select_(scores.softmax(dim=-1), *state, counters=counters, divisors=divisors, backend=backend)
     else:
         if logits.dtype == torch.float64:

@@ -14,7 +14,7 @@ from transformers.generation import logits_process
 from fuseopt.errors import BackendError
 from fuseopt.ops import SamplingFilters, decode_sample_, decode_select_, edit_logits
 from fuseopt.ops.decode.edit_logits import LogitsEdits, sample_edits
-from fuseopt.ops.decode.sample import offset_of_draw
+from fuseopt.ops.decode.torch_draw import offset_of_draw
 from tests.ops.cases import DTYPES, Case, RawCalls, cases, examples, launched_kernels
 from tests.ops.decode.decode_states import state_of
 

@@ -172,7 +172,8 @@ struct DecodeSample {
   float* kept;          // [rows, vocabulary]: gets the scores that are left, and -inf for others; or null
 };
 
-// The `count` best continuations of each item's beams.
+// The `count` best continuations of each item's beams; or, with `highest`, those that torch.multinomial would draw. Scores
+// are then float32, without edits or log-softmax.
 struct BeamCandidates {
   static constexpr int kMaxCount = 32;  // sorted by one warp
   ScoreMatrix scores;                   // [items * beams, vocabulary]
@@ -181,6 +182,8 @@ struct BeamCandidates {
   bool has_edits;
   LogitsEdits edits;  // of float32 scores, after the log-softmax
   const float* running_scores;  // [items, beams]
+  const float* highest;         // of each row of `scores`; or null
+  const int64_t* random;        // with `highest`, as of DecodeSample
   int64_t items;
   int64_t beams;
   int count;

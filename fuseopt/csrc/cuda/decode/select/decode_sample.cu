@@ -25,19 +25,6 @@ constexpr float kLog2OfE = 1.442695041f;
 using By = CutBy;
 using Weight = RowCutter::Weight;
 
-// The threads of torch's exponential_ for so many numbers.
-struct TorchDraw {
-  static constexpr int64_t kThreads = 256, kNumbers = 4;  // of a block; of a thread between two of its offsets
-  unsigned threads;
-  unsigned offset;  // of the generator, that the draw takes
-
-  explicit TorchDraw(int64_t count) {
-    const int64_t most = multiprocessor_count() * (cached_attribute<cudaDevAttrMaxThreadsPerMultiProcessor>() / kThreads);
-    threads = static_cast<unsigned>(kThreads * std::min(ceil_div(count, kThreads), most));
-    offset = static_cast<unsigned>(ceil_div(count, threads * kNumbers) * kNumbers);
-  }
-};
-
 struct SampleRows {
   DecodeSample of;
   ScoreArithmetic<float> arithmetic;
@@ -257,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, 2) sample_kernel(const __grid_consta
   RowCutter cutter(storage);
   const int first_chunk = cutter.rank * rows.chunks_of_block;
   const int64_t index = blockIdx.x / cutter.size;
-  SampledRow row = {rows, index, ExponentialDraw(of.random, rows.draw.offset, rows.draw.threads), rows.chunks_of_block * kChunk,
+  SampledRow row = {rows, index, ExponentialDraw(of.random, rows.draw), rows.chunks_of_block * kChunk,
                     LogitsChunk<T, kThreads, kPerThread>(select.scores, index, 0, select.vocabulary).token_at(0)};
   row.scores = kShared ? reinterpret_cast<float*>(shared_scores)
                        : of.scratch + static_cast<int64_t>(blockIdx.x) * row.places;
