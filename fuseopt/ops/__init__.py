@@ -17,7 +17,7 @@ from fuseopt.ops.decode.linear import decode_linear
 from fuseopt.ops.decode.linear_partials import decode_linear_of_sum, decode_linear_partials
 from fuseopt.ops.decode.prompt_attention import prompt_attention_
 from fuseopt.ops.decode.qkv_attention import decode_qkv_attention_
-from fuseopt.ops.decode.sample import SamplingFilters, decode_sample_
+from fuseopt.ops.decode.sample import SamplingFilters, decode_sample_, filter_scores
 from fuseopt.ops.decode.select import decode_select_
 from fuseopt.ops.decode.softmax_linear import decode_softmax_linear
 from fuseopt.ops.dropout_add_layer_norm import dropout_add_layer_norm
@@ -61,6 +61,7 @@ __all__ = [
     "dropout_add_rms_norm",
     "edit_logits",
     "encoder_no_repeat_ngram",
+    "filter_scores",
     "gated_activation",
     "gelu",
     "layer_norm",

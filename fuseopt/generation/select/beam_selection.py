@@ -133,8 +133,11 @@ class BeamSelection(Selection):
             return ops.beam_candidates(
                 scores, running_scores, self.candidates, log_softmax=fuses_softmax, edits=edits, pdl=True
             )
+        scores, highest = ops.filter_scores(scores, filters=self._filters, edits=self._edits_left(state), pdl=True)
+        if self._op_keeps_scores:
+            state.scores.copy_(scores)
         if self.offset_of_draw(state):
-            return ops.drawn_continuations(scores, beams.running_scores, self.candidates, state.random)
+            return ops.drawn_continuations(scores, beams.running_scores, self.candidates, state.random, highest=highest)
         accumulated = scores.unflatten(0, beams.shape) + beams.running_scores[:, :, None]
         accumulated = accumulated.flatten(1)
         places = torch.multinomial(nn.functional.softmax(accumulated, dim=-1), num_samples=self.candidates)

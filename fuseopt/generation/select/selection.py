@@ -50,10 +50,10 @@ class Selection:
         self.keep_logits, self.keep_scores = keep_logits, keep_scores
         # The op that selects can apply the last edits itself, and filters after them if it draws a token. That op also
         # writes processed scores where they are kept.
-        draws = do_sample and self._draws_tokens
-        is_left_to_op = draws or not (do_sample or keep_scores)
-        self._op_keeps_scores = draws and keep_scores
-        filters, self._filters = sampling_filters(processors if draws else (), keep_scores)
+        is_left_to_op = do_sample or not keep_scores
+        self._op_keeps_scores = do_sample and keep_scores
+        uses_scores = keep_scores or not self._draws_tokens
+        filters, self._filters = sampling_filters(processors if do_sample else (), uses_scores)
         before = processors[: len(processors) - filters]
         last = before[-1] if before else None
         self._last_edits = last if isinstance(last, Edits) and is_left_to_op else None

@@ -123,7 +123,13 @@ def beam_candidates(
 
 
 def drawn_continuations(
-    scores: Tensor, running_scores: Tensor, count: int, random: Tensor, *, backend: str = "auto"
+    scores: Tensor,
+    running_scores: Tensor,
+    count: int,
+    random: Tensor,
+    *,
+    highest: Tensor | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`torch.multinomial` of each item's `softmax(scores + running_scores)` over its beams and the vocabulary.
 
@@ -132,6 +138,7 @@ def drawn_continuations(
         running_scores: [items, beams] float32.
         count: how many continuations per item, without replacement; "auto" takes the reference above 32.
         random: as for `decode_sample_`, of `exponential_()` for [items, beams * V]; 1 is added to its last element.
+        highest: [items * beams] float32, the highest of each row of `scores`, if the caller knows them.
         backend: "auto", "cuda" or "reference".
 
     Returns:
@@ -154,9 +161,8 @@ def drawn_continuations(
         places = torch.topk(accumulated.softmax(dim=-1) / numbers, count).indices
         values = torch.gather(accumulated, 1, places)
     else:
-        values, places = RAW[chosen](
-            scores, running_scores, count, False, scores.amax(dim=1), random, False, *for_kernel(None)
-        )
+        highest = scores.amax(dim=1) if highest is None else highest
+        values, places = RAW[chosen](scores, running_scores, count, False, highest, random, False, *for_kernel(None))
     random[2:] += 1
     return values, places
 
