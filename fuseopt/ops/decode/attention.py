@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fuseopt.errors import BackendError
 from fuseopt.ops import registry
 from fuseopt.ops.decode.head_rotation import HeadRotation
 from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
@@ -42,7 +41,7 @@ def _update_fake(
     bias: Tensor | None,
     ancestry: Tensor | None,
     scale: float,
-    pdl: bool,
+    *further: object,
 ) -> Tensor:
     return query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
 
@@ -54,8 +53,9 @@ RAW = define(
 )
 UPDATE_RAW = define(
     "decode_attention_(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,"
-    " Tensor positions, Tensor? starts, Tensor? mask, Tensor? bias, Tensor? ancestry, float scale, bool pdl)"
-    " -> Tensor",
+    " Tensor positions, Tensor? starts, Tensor? mask, Tensor? bias, Tensor? ancestry, float scale, Tensor? rotary,"
+    " Tensor? row_positions, bool interleaved, Tensor? q_norm, Tensor? k_norm, float norm_eps, float norm_offset,"
+    " int window, float softcap, bool pdl) -> Tensor",
     _update_fake,
 )
 
@@ -231,10 +231,6 @@ def decode_attention(
     chosen = registry.pick_without_gradient(
         "decode_attention", backend, (query.dtype,), query, key_cache, value_cache, bias
     )
-    if chosen != "reference" and key_cache.shape[1] != query.shape[1]:
-        if backend != "auto":
-            raise BackendError(f"decode_attention: {chosen!r} takes no grouped heads")
-        chosen = "reference"
     if chosen == "reference":
         return _reference(query, key_cache, value_cache, lengths, starts, mask, bias, scale)
     return RAW[chosen](query, key_cache, value_cache, lengths, starts, mask, bias, scale, pdl)
@@ -314,18 +310,9 @@ def decode_attention_(
     chosen = registry.pick_without_gradient(
         "decode_attention", backend, (query.dtype,), query, key, value, key_cache, value_cache, bias, q_norm, k_norm
     )
-    # What the kernels do not take yet.
-    is_plain = rotation.is_identity and window == 0 and softcap == 0 and key.shape == query.shape
-    if chosen != "reference" and not is_plain:
-        if backend != "auto":
-            raise BackendError(
-                f"decode_attention_: {chosen!r} takes no rotary, norms, window, softcap or grouped heads"
-            )
-        chosen = "reference"
     if chosen != "reference":
-        return UPDATE_RAW[chosen](
-            query, key, value, key_cache, value_cache, positions, starts, mask, bias, ancestry, scale, pdl
-        )
+        step = (query, key, value, key_cache, value_cache, positions, starts, mask, bias, ancestry, scale)
+        return UPDATE_RAW[chosen](*step, *rotation, window, softcap, pdl)
     query, key = rotation.of_queries(query), rotation.of_keys(key)
     rows = torch.arange(query.shape[0], device=query.device)
     places = positions.reshape(-1).expand(query.shape[0]).long()

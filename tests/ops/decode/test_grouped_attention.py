@@ -1,8 +1,13 @@
 """decode_attention_ with grouped heads, rotation, norms, windows and soft caps: against transformers, and the kernels
 against float64."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -10,7 +15,8 @@ from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as rotat
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotated_halves
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from fuseopt.ops import decode_attention, decode_attention_
+from fuseopt.ops import decode_attention, decode_attention_, registry
+from tests.ops.cases import DTYPES, RawCalls, error, examples, to_float64
 
 ROWS, HEADS, KV_HEADS, CAPACITY = 3, 6, 2, 20
 
@@ -163,3 +169,237 @@ def test_wrong_arguments_are_refused_by_name(changed: dict, exception: type[Exce
     with pytest.raises(exception, match=message):
         decode_attention_(**arguments)
     assert arguments["key_cache"].count_nonzero() == 0
+
+
+@torch.no_grad()
+def assert_step_is_accurate(
+    backend: str,
+    dtype: torch.dtype,
+    rows: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    capacity: int,
+    rotated: float,
+    interleaved: bool,
+    norms: tuple[bool, bool],
+    window: int,
+    softcap: bool,
+    padded: bool,
+    masked: bool,
+    biased: bool,
+    related: bool,
+    pdl: bool,
+    seed: int,
+) -> None:
+    """One step and its caches against float64; places that are not attended to hold NaN."""
+    device = backend.replace("reference", "cpu")
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+    def integers(most: int, size: int) -> Tensor:
+        return torch.randint(0, most + 1, (size,), device=device, generator=generator)
+
+    heads, width = kv_heads * group, 2 * int(rotated * head_dim / 2)
+    packed = make(rows, heads + 2 * kv_heads, head_dim + 3 * (seed % 2))[..., :head_dim]
+    positions = integers(capacity - 1, 1 if related else rows)
+    query, key, value = packed.split((heads, kv_heads, kv_heads), 1)
+    options: dict[str, Any] = {
+        "scale": head_dim**-0.5,
+        "starts": integers(capacity // 2, rows).int() if padded else None,
+        "mask": torch.rand(rows, capacity, device=device, generator=generator) > 0.3 if masked else None,
+        "bias": make(heads, capacity // 2 + 1) if biased else None,
+        "ancestry": integers(rows - 1, rows * capacity).view(rows, capacity).int() if related else None,
+        "rotary": rotary_table(70, width, device) if width else None,
+        "row_positions": integers(69, rows) if width else None,
+        "interleaved": interleaved,
+        "q_norm": make(head_dim) if norms[0] else None,
+        "k_norm": make(head_dim) if norms[1] else None,
+        "norm_eps": 1e-3,
+        "norm_offset": 1.0 if seed % 3 == 0 else 0.0,
+        "window": window,
+        "softcap": 0.7 if softcap else 0.0,
+    }
+    caches = make(2, rows, kv_heads, capacity, head_dim)
+    if not related:
+        places = torch.arange(capacity, device=device)
+        unread = places >= positions.unsqueeze(1)
+        if padded:
+            unread = unread | (places < options["starts"].unsqueeze(1))
+        if window:
+            unread = unread | (places <= positions.unsqueeze(1) - window)
+        if masked:
+            unread = unread | ~options["mask"]
+        caches.masked_fill_(unread[None, :, None, :, None], torch.nan)
+    exact_options = {
+        name: to_float64(x) if isinstance(x, Tensor) and x.is_floating_point() and name != "rotary" else x
+        for name, x in options.items()
+    }
+    plain, exact = caches.clone(), to_float64(caches)
+    arguments = query, key, value
+    with RawCalls() as raw:
+        output = decode_attention_(*arguments, *caches, positions, **options, pdl=pdl, backend=backend)
+    assert raw.names() == ["decode_attention_.default"]
+    expected = decode_attention_(*arguments, *plain, positions, **options, backend="reference")
+    judge = decode_attention_(*map(to_float64, arguments), *exact, positions, **exact_options, backend="reference")
+    slack = {torch.float64: 64, torch.float32: 16}.get(dtype, 8) * torch.finfo(dtype).eps
+    assert error([output], [judge]) <= 2 * error([expected], [judge]) + slack
+    assert torch.equal(caches[1].nan_to_num(7.0), plain[1].nan_to_num(7.0))
+    written = torch.arange(capacity, device=device) == positions.reshape(-1, 1)
+    written = written.expand(rows, -1)[:, None, :, None].expand(caches[0].shape)
+    keys, exact_keys = (cache[0][written].double() for cache in (caches, exact))
+    torch.testing.assert_close(keys, exact_keys, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+    for cache, before in zip(caches, plain, strict=True):
+        assert torch.equal(cache.nan_to_num(7.0)[~written], before.nan_to_num(7.0)[~written])
+
+
+STEPS = {
+    "rows": st.integers(1, 5),
+    "kv_heads": st.integers(1, 4),
+    "group": st.one_of(st.sampled_from([1, 2, 4, 7, 8]), st.integers(1, 17)),
+    "head_dim": st.one_of(st.sampled_from([64, 80, 96, 128, 256]), st.integers(1, 32).map(lambda n: 8 * n)),
+    "capacity": st.one_of(st.integers(1, 40), st.integers(1, 700)),
+    "rotated": st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+    "interleaved": st.booleans(),
+    "norms": st.tuples(st.booleans(), st.booleans()),
+    "window": st.sampled_from([0, 0, 1, 5, 33, 2000]),
+    "softcap": st.booleans(),
+    "padded": st.booleans(),
+    "masked": st.booleans(),
+    "biased": st.booleans(),
+    "related": st.booleans(),
+    "pdl": st.booleans(),
+    "seed": st.integers(0, 2**31),
+}
+
+
+@pytest.fixture
+def cpu_library() -> Iterator[None]:
+    if reasons := registry.CPU.not_supported_reasons(torch.device("cpu"), ()):
+        pytest.skip(reasons[0])
+    yield
+
+
+@pytest.mark.usefixtures("cpu_library")
+@settings(max_examples=examples(60), deadline=None)
+@given(dtype=st.sampled_from(DTYPES), **{**STEPS, "head_dim": st.integers(1, 70), "capacity": st.integers(1, 90)})
+def test_cpu_kernel_against_float64(**case: Any) -> None:
+    assert_step_is_accurate("cpu", **case)
+
+
+@pytest.mark.gpu
+@settings(max_examples=examples(200), deadline=None)
+@given(dtype=st.sampled_from([torch.float16, torch.bfloat16]), **STEPS)
+def test_tensor_cores_against_float64(**case: Any) -> None:
+    assert_step_is_accurate("cuda", **case)
+
+
+@pytest.mark.gpu
+@settings(max_examples=examples(100), deadline=None)
+@given(dtype=st.sampled_from(DTYPES), **{**STEPS, "head_dim": st.integers(1, 256)})
+def test_plain_kernel_against_float64(**case: Any) -> None:
+    assert_step_is_accurate("cuda", **case)
+
+
+@pytest.mark.gpu
+@settings(max_examples=examples(30), deadline=None)
+@given(
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    **{**STEPS, "rows": st.sampled_from([1, 16, 70, 300]), "kv_heads": st.sampled_from([2, 8])},
+)
+def test_many_rows_against_float64(**case: Any) -> None:
+    """Blocks of eight warps down to one."""
+    assert_step_is_accurate("cuda", **case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capacity", [5000, 33000])
+@pytest.mark.parametrize(("rows", "kv_heads", "group", "head_dim"), [(1, 8, 4, 64), (1, 1, 12, 256), (3, 2, 1, 128)])
+@torch.no_grad()
+def test_long_caches(rows: int, kv_heads: int, group: int, head_dim: int, capacity: int) -> None:
+    """Clusters of up to 16 blocks share a cache, more of it than their stages hold."""
+    assert_step_is_accurate(
+        "cuda",
+        torch.bfloat16,
+        rows,
+        kv_heads,
+        group,
+        head_dim,
+        capacity,
+        1.0,
+        False,
+        (True, True),
+        0,
+        False,
+        True,
+        True,
+        False,
+        False,
+        True,
+        seed=capacity,
+    )
+
+
+@pytest.mark.gpu
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    batch=st.integers(1, 4),
+    beams=st.integers(1, 5),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(2, 6),
+    head_dim=st.sampled_from([40, 64, 128, 256]),
+    capacity=st.integers(1, 300),
+    dtype=st.sampled_from(DTYPES),
+    biased=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+@torch.no_grad()
+def test_grouped_heads_of_an_encoders_cache(
+    batch: int,
+    beams: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    capacity: int,
+    dtype: torch.dtype,
+    biased: bool,
+    seed: int,
+) -> None:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    heads = kv_heads * group
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", generator=generator).to(dtype)
+
+    query, caches = make(batch * beams, heads, head_dim), make(2, batch, kv_heads, capacity, head_dim)
+    lengths = torch.randint(0, capacity + 1, (batch,), device="cuda", generator=generator)
+    options = {"scale": head_dim**-0.5, "bias": make(heads, 9) if biased else None}
+    output = decode_attention(query, *caches, lengths, **options, backend="cuda")
+    plain = decode_attention(query, *caches, lengths, **options, backend="reference")
+    exact = {**options, "bias": None if options["bias"] is None else to_float64(options["bias"])}
+    judge = decode_attention(*map(to_float64, (query, *caches)), lengths, **exact, backend="reference")
+    slack = {torch.float64: 64, torch.float32: 16}.get(dtype, 8) * torch.finfo(dtype).eps
+    assert error([output], [judge]) <= 2 * error([plain], [judge]) + slack
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "capacity"), [(1, 90), (1, 3000), (40, 90), (300, 90)])
+@torch.no_grad()
+def test_scores_that_are_no_numbers_stay_in_their_head(rows: int, capacity: int, dtype: torch.dtype) -> None:
+    """Of a NaN query and a NaN key, wherever parts of the cache are merged."""
+    torch.manual_seed(0)
+    kv_heads, group, head_dim, slot = 2, 3, 64, capacity - 5
+    query, value = torch.randn(rows, kv_heads * group, head_dim), torch.randn(rows, kv_heads, head_dim)
+    query[0, 1] = torch.nan
+    query, key, value = (x.to("cuda", dtype) for x in (query, value, value))
+    caches = torch.randn(2, rows, kv_heads, capacity, head_dim, device="cuda").to(dtype)
+    caches[0, rows // 2, 1, 17, 5] = torch.nan
+    plain, positions = caches.clone(), torch.tensor([slot], device="cuda")
+    output = decode_attention_(query, key, value, *caches, positions, scale=0.1, backend="cuda")
+    expected = decode_attention_(query, key, value, *plain, positions, scale=0.1, backend="reference")
+    assert torch.equal(output.isnan(), expected.isnan()) and 0 < expected.isnan().sum() <= (1 + group) * head_dim
+    numbers = ~expected.isnan()
+    assert error([output[numbers]], [expected[numbers]]) <= 16 * torch.finfo(dtype).eps
