@@ -49,6 +49,10 @@ OWN_TESTS = {
         "decode/test_linear.py",
         "test_layers_of_models and bfloat16 and -128-torch and 768-768-3",
     ),
+    "decode_linear of decoders": (
+        "decode/test_linear_decoders.py",
+        "test_layers_of_decoders and bfloat16 and (-1-torch or -11-torch) and (odd or small or Qwen3)",
+    ),
     "decode_head_select_": (
         "decode/test_head_select.py",
         "test_ties_in_vocabularies and rms_norm and bfloat16 and 512-8-",

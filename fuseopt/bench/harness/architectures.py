@@ -32,8 +32,8 @@ def _llama(width: int, inner: int, layers: int, heads: int, kv_heads: int, vocab
     }
 
 
-def _llama3(factor: float, *sizes: int, **others: Any) -> dict[str, Any]:
-    """Sizes with the rotation of Llama 3.1 and 3.2."""
+def _llama3(factor: float) -> dict[str, Any]:
+    """The rotation of Llama 3.1 and 3.2."""
     rotary = {
         "rope_type": "llama3",
         "rope_theta": 500000.0,
@@ -42,11 +42,13 @@ def _llama3(factor: float, *sizes: int, **others: Any) -> dict[str, Any]:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    given = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_parameters": rotary}
-    return _llama(*sizes, **given, **others)
+    return {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_parameters": rotary}
 
 
-_QWEN = {"max_position_embeddings": 32768, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+_QWEN: Mapping[str, Any] = {
+    "max_position_embeddings": 32768,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
 # Sizes are those of the original checkpoints' config.json files.
 ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gpt2": ("gpt2", {}),
@@ -74,10 +76,19 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
-    "llama-3.2-1b": ("llama", _llama3(32.0, 2048, 8192, 16, 32, 8, 128256, head_dim=64, tie_word_embeddings=True)),
-    "llama-3.1-8b": ("llama", _llama3(8.0, 4096, 14336, 32, 32, 8, 128256)),
-    "smollm2-135m": ("llama", _llama(576, 1536, 30, 9, 3, 49152, max_position_embeddings=8192)),
-    "llama-tiny": ("llama", _llama(64, 128, 2, 4, 2, 512, max_position_embeddings=256)),
+    "llama-3.2-1b": (
+        "llama",
+        _llama(2048, 8192, 16, 32, 8, 128256, head_dim=64, tie_word_embeddings=True, **_llama3(32.0)),
+    ),
+    "llama-3.1-8b": ("llama", _llama(4096, 14336, 32, 32, 8, 128256, **_llama3(8.0))),
+    "smollm2-135m": (
+        "llama",
+        _llama(576, 1536, 30, 9, 3, 49152, max_position_embeddings=8192, tie_word_embeddings=True),
+    ),
+    "llama-tiny": (
+        "llama",
+        _llama(64, 128, 2, 4, 2, 512, max_position_embeddings=256, tie_word_embeddings=True, **_NO_ENDS),
+    ),
     "qwen2.5-0.5b": ("qwen2", _llama(896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True, **_QWEN)),
     "qwen3-0.6b": ("qwen3", _llama(1024, 3072, 28, 16, 8, 151936, head_dim=128, tie_word_embeddings=True, **_QWEN)),
     "gemma-3-1b": ("gemma3_text", _llama(1152, 6912, 26, 4, 1, 262144, head_dim=256, sliding_window=512)),

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fuseopt import ops
 from fuseopt.generation.engine.beam_state import along_ancestry
 from fuseopt.generation.engine.layers import has_kernel
-from fuseopt.generation.engine.positions import normalised_heads, rotated, split_heads
+from fuseopt.generation.engine.positions import normalised_heads, options_of_op, rotated, split_heads
 from fuseopt.generation.engine.residual_stream import ResidualStream
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.ops.decode.qkv_attention import is_fast
@@ -104,28 +104,34 @@ class StepAttention:
 
     def _to_slots(self, query: Tensor, key: Tensor, value: Tensor, attention: SelfAttention, cache: Tensor) -> Tensor:
         """`query` [rows, heads, head_dim], `key` and `value` [rows, kv_heads, head_dim], as they are projected."""
-        state = self.state
-        query, key = normalised_heads(query, attention.q_norm), normalised_heads(key, attention.k_norm)
-        if attention.rotary is not None:
-            table = self._table_of_rows(attention.rotary)
-            query, key = (rotated(part, table, attention.rotary) for part in (query, key))
-        changes_scores = attention.window is not None or attention.softcap is not None
-        if self.by_kernel and not changes_scores and query.shape == key.shape:
+        if self.by_kernel:
+            options = options_of_op(attention, cache.shape[4], self.tables, self.state.positions)
+            if options is None:
+                query, key = normalised_heads(query, attention.q_norm), normalised_heads(key, attention.k_norm)
+                without = attention._replace(q_norm=None, k_norm=None)
+                options = options_of_op(without, cache.shape[4], self.tables, self.state.positions) or {}
             return ops.decode_attention_(
                 query,
                 key,
                 value,
                 cache[0],
                 cache[1],
-                state.slot,
-                mask=state.keep,
+                self.state.slot,
+                mask=self.state.keep,
                 bias=self._bias(attention),
                 ancestry=self.ancestry,
                 scale=attention.scale,
+                window=attention.window or 0,
+                softcap=attention.softcap or 0.0,
                 pdl=True,
+                **options,
             )
+        query, key = normalised_heads(query, attention.q_norm), normalised_heads(key, attention.k_norm)
+        if attention.rotary is not None:
+            table = self._table_of_rows(attention.rotary)
+            query, key = (rotated(part, table, attention.rotary) for part in (query, key))
         for slots, vectors in zip(cache, (key, value), strict=True):
-            slots.index_copy_(2, state.slot, vectors.unsqueeze(2))
+            slots.index_copy_(2, self.state.slot, vectors.unsqueeze(2))
         cache = cache[:, :, :, : self.filled]
         if self.ancestry is not None:
             cache = along_ancestry(cache, self.ancestry[:, : self.filled])

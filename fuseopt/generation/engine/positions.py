@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fuseopt.generation.engine.layers import Norm, normalised
+from fuseopt.generation.engine.layers import RMS_NORMS, Norm, normalised
+from fuseopt.ops.decode.linear import NORMS
 
 if TYPE_CHECKING:
     from fuseopt.generation.families.decoder_spec import RotaryPositions, SelfAttention
@@ -33,6 +35,34 @@ def normalised_heads(heads: Tensor, norm: Norm | None) -> Tensor:
     if norm.weight.numel() == heads.shape[-1]:
         return normalised(heads, norm)
     return normalised(heads.flatten(1), norm).view_as(heads)
+
+
+def options_of_op(
+    attention: SelfAttention, head_dim: int, tables: Mapping[int, Tensor], positions: Tensor
+) -> dict[str, Any] | None:
+    """Options with which an op of `ops.decode` normalises and rotates queries and keys.
+
+    Args:
+        tables: by the id of a RotaryPositions, its table.
+        positions: of the tokens, rows of the table.
+
+    Returns:
+        None if the ops have no such norm: one of all heads together, or one that rounds otherwise.
+    """
+    options: dict[str, Any] = {}
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    if q_norm is not None and k_norm is not None:
+        is_by_head = q_norm.weight.numel() == k_norm.weight.numel() == head_dim
+        if not is_by_head or q_norm.op_kind not in NORMS or (q_norm.kind, q_norm.eps) != (k_norm.kind, k_norm.eps):
+            return None
+        options = {"q_norm": q_norm.weight, "k_norm": k_norm.weight, "norm_eps": q_norm.eps}
+        options["norm_offset"] = RMS_NORMS[q_norm.kind].get("offset", 0.0)
+    elif q_norm is not None or k_norm is not None:
+        return None
+    if attention.rotary is not None:
+        options |= {"rotary": tables[id(attention.rotary)], "row_positions": positions}
+        options["interleaved"] = attention.rotary.interleaved
+    return options
 
 
 def rotated(heads: Tensor, table: Tensor, rotary: RotaryPositions) -> Tensor:

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from fuseopt import ops
 from fuseopt.generation.engine.attention import attend, is_plain
-from fuseopt.generation.engine.layers import causal_mask
-from fuseopt.generation.engine.positions import normalised_heads, rotated, split_heads
+from fuseopt.generation.engine.layers import causal_mask, has_cuda_kernel
+from fuseopt.generation.engine.positions import normalised_heads, options_of_op, rotated, split_heads
 from fuseopt.generation.engine.residual_stream import ResidualStream
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.prompt.prompts import store
@@ -30,7 +30,8 @@ class PromptAttention:
         length: tokens a row, with the padding after them.
         masked: whether `state.keep` excludes any token of the prompts.
         attentions: of all layers.
-        tables: by the id of a RotaryPositions, the rows of its table for all tokens [rows * length, rotated].
+        tables: by the id of a RotaryPositions, its table.
+        positions: of the tokens [rows, length], rows of the tables.
     """
 
     def __init__(
@@ -40,8 +41,9 @@ class PromptAttention:
         masked: bool,
         attentions: Sequence[SelfAttention],
         tables: Mapping[int, Tensor],
+        positions: Tensor,
     ) -> None:
-        self.size, self.tables = (state.sizes.rows, length), tables
+        self.size, self.tables, self.positions = (state.sizes.rows, length), tables, positions
         self.in_prompt = state.slots[:length] < state.slot
         # By the window of a layer, what is added to its scores: [rows or 1, 1, length, length]; None: nothing, but a
         # token sees none after it.
@@ -76,16 +78,8 @@ class PromptAttention:
             qkv = projected.unflatten(1, (3, kv_heads, head_dim)).unflatten(0, self.size)
             if is_fast(qkv, cache[0], cache[1]):
                 return ops.prompt_attention_(qkv, cache[0], cache[1], attention.scale, pdl=True).flatten(0, 1)
-        query, key, value = split_heads(projected, attention, kv_heads, head_dim)
-        query, key = normalised_heads(query, attention.q_norm), normalised_heads(key, attention.k_norm)
-        if attention.rotary is not None:
-            table = self.tables[id(attention.rotary)]
-            query, key = (rotated(part, table, attention.rotary) for part in (query, key))
-        query, key, value = (part.unflatten(0, self.size).transpose(1, 2) for part in (query, key, value))
+        query = self._stored(projected, attention, cache)
         keys, values = cache[:, :, :, :length].unbind()
-        for slots, vectors in ((keys, key), (values, value)):
-            # PyTorch's attention multiplies masked values by 0, and 0 * NaN is NaN, so padding gets zeros.
-            store(slots, vectors, self.in_prompt[:, None])
         if attention.softcap is None:
             attended = F.scaled_dot_product_attention(
                 query,
@@ -101,3 +95,28 @@ class PromptAttention:
             grouped, each = query.unflatten(1, (kv_heads, -1)), (keys.unsqueeze(2), values.unsqueeze(2))
             attended = attend(grouped, *each, mask.unsqueeze(2), attention.scale, attention.softcap).flatten(1, 2)
         return attended.transpose(1, 2).reshape(rows * length, -1)
+
+    def _stored(self, projected: Tensor, attention: SelfAttention, cache: Tensor) -> Tensor:
+        """Writes keys and values of the projection [rows * length, any] into a layer's cache, and zeros for padding:
+        PyTorch's attention multiplies masked values by 0, and 0 * NaN is NaN.
+
+        Returns:
+            the queries [rows, heads, length, head_dim].
+        """
+        length, kv_heads, head_dim = self.size[1], cache.shape[2], cache.shape[4]
+        if has_cuda_kernel("decode_rotary_store_", cache) and not attention.per_head:
+            options = options_of_op(attention, head_dim, self.tables, self.positions)
+            if options is not None:
+                qkv = projected.unflatten(1, (-1, head_dim)).unflatten(0, self.size)
+                qkv = torch.where(self.in_prompt[:, None, None], qkv, 0)
+                query = ops.decode_rotary_store_(qkv, cache[0], cache[1], **options, pdl=True)
+                return query.transpose(1, 2)
+        query, key, value = split_heads(projected, attention, kv_heads, head_dim)
+        query, key = normalised_heads(query, attention.q_norm), normalised_heads(key, attention.k_norm)
+        if attention.rotary is not None:
+            table = self.tables[id(attention.rotary)].index_select(0, self.positions.flatten())
+            query, key = (rotated(part, table, attention.rotary) for part in (query, key))
+        query, key, value = (part.unflatten(0, self.size).transpose(1, 2) for part in (query, key, value))
+        for slots, vectors in ((cache[0], key), (cache[1], value)):
+            store(slots[:, :, :length], vectors, self.in_prompt[:, None])
+        return query

@@ -117,6 +117,7 @@ class DecodeState:
         unfinished: [rows], whether a row has no EOS token yet.
         going: [capacity + 1], whether any row continues after the token in this column.
         pad: [1], the id that finished rows are given.
+        random: [3], where a kernel draws its random numbers from; see `ops.decode_sample_`.
         logits, scores: [rows, vocab] float32, before and after the logits processors.
         beams: static tensors of beam search; None outside it.
         absorbed: AbsorbedCrossAttention of a single item, or None.
@@ -150,7 +151,7 @@ class DecodeState:
             # In one tensor, so that a step advances both by one addition.
             self.counters = zeros(rows + 1)
             self.slot, self.positions = self.counters.split((1, rows))
-            self.length = zeros(1)
+            self.length, self.random = zeros(1), zeros(3)
             self.flags = zeros(rows + capacity + 1, dtype=torch.bool)
             self.unfinished, self.going = self.flags.split((rows, capacity + 1))
             self.beams: BeamState | None = None
@@ -218,6 +219,13 @@ class DecodeState:
         elif not self._counts_up:
             self.prompt_positions.copy_(self.slots)
             self._counts_up = True
+
+    def load_random(self, generator: torch.Generator) -> None:
+        """Lets kernels draw what `generator` would draw from now on."""
+        seed, (own_seed, offset, draws) = generator.initial_seed(), self.random.split(1)
+        own_seed.fill_(seed if seed < 2**63 else seed - 2**64)
+        offset.fill_(generator.get_offset())
+        draws.zero_()
 
     def load_cross(self, length: int, keep: Tensor | None) -> None:
         """Sets which of the first `length` slots of the cross-attention cache may be attended to.

@@ -45,12 +45,14 @@ class Gemma2Step(GemmaStep):
     model_class, children = llama_like("gemma2.Gemma2", embedding="TextScaledWordEmbedding")
     norms = _NORMS
     is_windowed = True
-    prompt_attentions = ("eager",)
+    prompt_attentions = ("eager", "sdpa")
+    config_fields = (*GemmaStep.config_fields, "_attn_implementation")
 
     @classmethod
     def layer_of(cls, block: nn.Module, rotary: RotaryPositions | None) -> Layer:
-        layer = super().layer_of(block, rotary)
-        softcap = block.self_attn.attn_logit_softcapping
+        layer, own = super().layer_of(block, rotary), block.self_attn
+        # Some versions of transformers run it with "sdpa" too, whose scores are not capped.
+        softcap = own.attn_logit_softcapping if own.config._attn_implementation == "eager" else None
         return layer._replace(self_attention=layer.self_attention._replace(softcap=softcap))
 
 

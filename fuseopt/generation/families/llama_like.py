@@ -54,7 +54,7 @@ class LlamaLikeStep(SpecStep):
         is_windowed: whether the config's `sliding_window` holds for the layers that `layer_types` names, or for all.
     """
 
-    config_fields = (
+    config_fields: ClassVar[tuple[str, ...]] = (
         *("num_hidden_layers", "num_attention_heads", "sliding_window", "layer_types"),
         *("final_logit_softcapping", "logits_scaling"),
     )

@@ -175,9 +175,8 @@ class SpecStep(DecodeStep):
         rows = state.sizes.rows
         in_prompt = state.slots[:length] < state.slot
         tokens, positions = (ids[:, :length] * in_prompt for ids in (state.ids, state.prompt_positions))
-        tables = {key: table.index_select(0, positions.flatten()) for key, table in self._tables(state).items()}
         attentions = [layer.self_attention for layer in self.layers]
-        slots = PromptAttention(state, length, masked, attentions, tables)
+        slots = PromptAttention(state, length, masked, attentions, self._tables(state), positions)
         last = torch.arange(0, rows * length, length, device=state.device) + (state.slot - 1)
         stream = self._stream(tokens.flatten(), positions.flatten())
         following = [*self._following()[:-1], None]

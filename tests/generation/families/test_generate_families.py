@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import fuseopt
+from fuseopt import ops
+from fuseopt.generation.engine import prompt_attention
 from fuseopt.generation.tiers import Tier
 from tests.generation.families.tiny_decoders import DECODERS, grouped
 from tests.generation.same_calls import (
@@ -38,6 +40,20 @@ def test_calls_give_what_transformers_does(family: str, kind: str, each_device: 
     model = DECODERS[family]()
     tier = Tier.FAST_FORWARD if kind == "on_host" else Tier.DEVICE_LOOP
     compare(model, prompt(model, 3, 6, 0), tier, max_new_tokens=9, eos_token_id=60, **CALLS[kind])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "olmo2", "smollm3", "gptj"])
+def test_prompts_whose_keys_one_op_stores(family: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; the op's reference stands in for its kernel."""
+    stored, run = [], ops.decode_rotary_store_
+    monkeypatch.setattr(prompt_attention, "has_cuda_kernel", lambda op, like: True)
+    monkeypatch.setattr(ops, "decode_rotary_store_", lambda *a, **k: stored.append(a) or run(*a, **k))
+    model = DECODERS[family]()
+    compare(model, prompt(model, 3, 6, 0, padded), Tier.DEVICE_LOOP, max_new_tokens=5, eos_token_id=60)
+    # The norms of OLMo 2 are of all heads together. GPT-J runs masked prompts by its own forward.
+    count = 0 if family == "olmo2" or (family == "gptj" and padded) else 2
+    assert len(stored) == count
 
 
 @pytest.mark.slow

@@ -48,6 +48,18 @@ struct DecodeLinear {
   const int64_t* sequence_length;  // determines which rules hold
 };
 
+inline int64_t output_columns(const DecodeLinear& layer) {
+  int64_t columns = 0;
+  for (const int64_t width : layer.widths) columns += width;
+  return layer.gated ? layer.out_features : columns;
+}
+
+inline bool has_one_width(const DecodeLinear& layer) {
+  bool has_one = true;
+  for (int i = 1; i < layer.weight_count; ++i) has_one &= layer.widths[i] == layer.widths[0];
+  return has_one;
+}
+
 // One integer for all rows, or one for each.
 struct Integers {
   const void* data;  // null: zeros
@@ -204,9 +216,11 @@ struct DecodeSelect {
 };
 
 // The end of a step that samples: of the scores that `select.edits` and then the filters leave, the one whose probability
-// divided by its `select.divisors` is highest. Absent filters have the values that are given here.
+// divided by its number is highest. The numbers are `select.divisors`, or those that torch.Tensor.exponential_ would draw.
+// Absent filters have the values that are given here.
 struct DecodeSample {
-  DecodeSelect select;  // `candidates` is [rows, blocks]
+  DecodeSelect select;    // `candidates` is [rows]
+  const int64_t* random;  // seed and offset of torch's generator, and how many draws came before; null with divisors
   int64_t top_k;        // vocabulary: none
   double top_p;         // 1: none
   double min_p;         // 0: none

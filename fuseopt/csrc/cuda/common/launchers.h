@@ -42,7 +42,7 @@ int64_t fuseopt_decode_select_chunks(int64_t vocabulary);
 
 cudaError_t fuseopt_decode_select(DecodeSelect select, cudaStream_t stream);
 
-// The blocks that share a row, each of which produces a candidate; 0: the vocabulary is too large for this device.
+// The blocks that share a row; 0: the vocabulary is too large for this device.
 int64_t fuseopt_decode_sample_blocks(int64_t rows, int64_t vocabulary);
 
 // Floats of memory that the scores of a row need, where they do not fit in its blocks' shared memory.
