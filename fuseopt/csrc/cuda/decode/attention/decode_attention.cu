@@ -21,7 +21,7 @@ constexpr int kUnroll = 4;  // keys in flight per group
 constexpr int kMaxSplits = 8;
 constexpr int kPlacesPerSplit = 64;
 constexpr int kMaxHeadDim = kWarpSize * kLaneDims;
-// TUNED: measurement not recorded. Longer caches are read by the kernel for grouped queries, which splits them further.
+// Longer caches are read by the kernel for grouped queries, which splits them further.
 constexpr int64_t kMaxMmaCapacity = 4096;
 
 struct SplitAttention {

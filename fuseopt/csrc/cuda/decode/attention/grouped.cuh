@@ -53,7 +53,7 @@ struct GroupedMemory {
 };
 
 template <typename T, int kDims>
-__global__ void __launch_bounds__(kMaxGroupedWarps* kWarpSize)
+__global__ void __launch_bounds__(kMaxGroupedWarps* kWarpSize, kDims > 128 ? 1 : 2)
     decode_attention_grouped_kernel(const __grid_constant__ GroupedAttention grouped) {
   using Memory = GroupedMemory<T, kDims>;
   using Tile = typename Memory::Tile;
