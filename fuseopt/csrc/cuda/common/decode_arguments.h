@@ -112,6 +112,7 @@ struct DecodeAttention {
   double scale;
   bool pdl;  // may start before the previous kernel on the stream has ended
   void* output;  // [rows, heads, head_dim]
+  float* workspace;  // fuseopt_decode_attention_workspace floats, written before they are read
   float score_scale;  // `scale` for scores in powers of two; set by the launcher
 
   bool has_rotation() const {
