@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fuseopt import ops
 from fuseopt.modules.base import full_name, source_class
 from fuseopt.ops import registry
-from fuseopt.ops.decode.linear import ACTIVATIONS, NORMS, is_fast
+from fuseopt.ops.decode.linear import ACTIVATIONS, FEW_ROWS, NORMS, is_fast
 from fuseopt.tuning import multiprocessors, tuned
 
 # A name in `ACTIVATIONS`, or a module that is called.
