@@ -32,6 +32,7 @@ SLOW = {
     "streamed_bfloat16.cu",
     "streamed_float16.cu",
     "tiles.cu",
+    "tiles_float32.cu",
 }
 COMPILED = [
     pytest.param(source, architecture, marks=[pytest.mark.slow] * (architecture != "90" or source.name in SLOW))

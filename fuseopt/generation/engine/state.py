@@ -102,7 +102,8 @@ class DecodeState:
     up to that one. A prefill reads the prompt from `ids` and `prompt_positions`, up to slot `slot`.
 
     Attributes:
-        cache: [layers, 2, rows, heads, capacity, head_dim]; keys, then values.
+        cache: [layers, 2, rows, kv_heads, capacity, head_dim]; keys, then values.
+        rotary_tables: what a step derives from the slots' numbers, [capacity, any] float32 each.
         cross_cache: [layers, 2, items, heads, cross_capacity, head_dim], of the encoder's output.
         tokens, positions: [rows], of the tokens that the next step takes.
         slot: [1], the slot that the next step fills.
@@ -116,6 +117,7 @@ class DecodeState:
         unfinished: [rows], whether a row has no EOS token yet.
         going: [capacity + 1], whether any row continues after the token in this column.
         pad: [1], the id that finished rows are given.
+        random: [3], where a kernel draws its random numbers from; see `ops.decode_sample_`.
         logits, scores: [rows, vocab] float32, before and after the logits processors.
         beams: static tensors of beam search; None outside it.
         absorbed: AbsorbedCrossAttention of a single item, or None.
@@ -144,11 +146,12 @@ class DecodeState:
             if sizes.items == 1 and rows <= FEW_ROWS and 0 < cross_capacity <= shape.absorbed_slots:
                 self.absorbed = AbsorbedCrossAttention(rows, cross_capacity, shape)
             self.slots = torch.arange(capacity, device=shape.device)
+            self.rotary_tables: tuple[Tensor, ...] = ()
             self.tokens, self.pad, self.cross_length = zeros(rows), zeros(1), zeros(1)
             # In one tensor, so that a step advances both by one addition.
             self.counters = zeros(rows + 1)
             self.slot, self.positions = self.counters.split((1, rows))
-            self.length = zeros(1)
+            self.length, self.random = zeros(1), zeros(3)
             self.flags = zeros(rows + capacity + 1, dtype=torch.bool)
             self.unfinished, self.going = self.flags.split((rows, capacity + 1))
             self.beams: BeamState | None = None
@@ -163,6 +166,7 @@ class DecodeState:
     @property
     def bytes(self) -> int:
         own = sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor) and value._base is None)
+        own += sum(table.nbytes for table in self.rotary_tables)
         return own + sum(part.bytes for part in (self.beams, self.absorbed) if part is not None)
 
     @property
@@ -215,6 +219,13 @@ class DecodeState:
         elif not self._counts_up:
             self.prompt_positions.copy_(self.slots)
             self._counts_up = True
+
+    def load_random(self, generator: torch.Generator) -> None:
+        """Lets kernels draw what `generator` would draw from now on."""
+        seed, (own_seed, offset, draws) = generator.initial_seed(), self.random.split(1)
+        own_seed.fill_(seed if seed < 2**63 else seed - 2**64)
+        offset.fill_(generator.get_offset())
+        draws.zero_()
 
     def load_cross(self, length: int, keep: Tensor | None) -> None:
         """Sets which of the first `length` slots of the cross-attention cache may be attended to.

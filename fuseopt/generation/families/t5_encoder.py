@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fuseopt.generation.engine.graphs import PromptWork, StepGraphs
-from fuseopt.generation.engine.layers import ResidualStream, embedded, normalised
+from fuseopt.generation.engine.layers import embedded, normalised
+from fuseopt.generation.engine.residual_stream import ResidualStream
 from fuseopt.generation.engine.state import prompt_length_for
 from fuseopt.generation.families.spec_step import add_feed_forward
 from fuseopt.generation.families.step_interface import EncoderStep

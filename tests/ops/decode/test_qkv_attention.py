@@ -29,7 +29,7 @@ from tests.ops.variations import poisoned_allocations
 
 MOST_PLACES, MOST_COLUMNS, HEAD_DIM = 512, 1664, 64
 HALVES = (torch.bfloat16, torch.float16)
-LAYER_NORM, RMS_NORM = "layer_norm", "t5_rms_norm"
+LAYER_NORM, RMS_NORM = "layer_norm", "rms_norm"
 EPS = 1e-3
 # (K, heads) of layers that decode_linear's own kernel of one row multiplies in the same way: GPT-2 XL's, and of the
 # longest K.
@@ -229,10 +229,14 @@ WRONG = [
     ({"input": torch.zeros(2, 13)}, ValueError, r"weight must have shape \(24, 13\), not \(24, 12\)"),
     ({"weight": torch.zeros(16, 12), "bias": None}, ValueError, r"weight must have shape \(24, 12\), not \(16, 12\)"),
     ({"bias": torch.zeros(23)}, ValueError, "bias must have shape"),
-    ({"norm": "batch_norm"}, ValueError, "norm must be 'layer_norm' or 't5_rms_norm', not 'batch_norm'"),
-    ({"norm": None, "norm_weight": None}, ValueError, "norm must be 'layer_norm' or 't5_rms_norm', not None"),
+    ({"norm": "batch_norm"}, ValueError, "norm must be 'layer_norm', 'rms_norm', 'gemma_rms_norm', not 'batch_norm'"),
+    (
+        {"norm": None, "norm_weight": None},
+        ValueError,
+        "norm must be 'layer_norm', 'rms_norm', 'gemma_rms_norm', not None",
+    ),
     ({"norm_weight": torch.zeros(11)}, ValueError, "norm_weight must have shape"),
-    ({"norm": RMS_NORM, "norm_bias": torch.zeros(12)}, ValueError, "t5_rms_norm has no bias"),
+    ({"norm": RMS_NORM, "norm_bias": torch.zeros(12)}, ValueError, "rms_norm has no bias"),
     ({"value_cache": torch.zeros(2, 2, 8, 4)}, ValueError, "value_cache must have shape"),
     ({"key_cache": torch.zeros(2, 2, 9, 4).half()}, ValueError, "key_cache must have weight's dtype"),
     ({"key_cache": torch.zeros(2, 2, 4, 9).mT}, ValueError, "key_cache must be contiguous"),
