@@ -22,9 +22,10 @@ import torch
 from torch import nn
 
 from fuseopt.errors import ApplyError, BackendError, printable
+from fuseopt.model_index import Site
 from fuseopt.modules.base import RECORD, FusedModule
 from fuseopt.ops import registry
-from fuseopt.plan import Plan, Site
+from fuseopt.plan import Plan
 from fuseopt.report import Decoding, LateStrict, Report, Reporting
 from fuseopt.runtime.references import Reference
 

@@ -35,7 +35,7 @@ LAYERS = (
     {"runtime"},
     {"modules"},
     {"blocks", "training"},
-    {"generation", "models", "plan", "apply"},
+    {"generation", "models", "model_index", "plan", "apply"},
     {"strategies"},
     {"__init__", "verify", "verify_inputs", "verify_runs", "verify_watch", "auto", "extend"},
     {"bench", "cli", "__main__"},

@@ -17,6 +17,7 @@ from fuseopt.ops.decode.linear import decode_linear
 from fuseopt.ops.decode.linear_partials import decode_linear_of_sum, decode_linear_partials
 from fuseopt.ops.decode.prompt_attention import prompt_attention_
 from fuseopt.ops.decode.qkv_attention import decode_qkv_attention_
+from fuseopt.ops.decode.rotary_store import decode_rotary_store_
 from fuseopt.ops.decode.sample import SamplingFilters, decode_sample_
 from fuseopt.ops.decode.select import decode_select_
 from fuseopt.ops.decode.softmax_linear import decode_softmax_linear
@@ -53,6 +54,7 @@ __all__ = [
     "decode_linear_of_sum",
     "decode_linear_partials",
     "decode_qkv_attention_",
+    "decode_rotary_store_",
     "decode_sample_",
     "decode_select_",
     "decode_softmax_linear",

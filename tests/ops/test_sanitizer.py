@@ -24,6 +24,11 @@ OWN_TESTS = {
         "cuda-cuda and not float64 and (test_losses or -50304- or -262144-)",
     ),
     "decode_attention_": ("decode/test_attention.py", "test_kernel_against or test_kernel_for_many"),
+    "decode_attention_, grouped": (
+        "decode/test_grouped_attention.py",
+        "tensor_cores or plain_kernel or many_rows or encoders_cache",
+    ),
+    "decode_rotary_store_": ("decode/test_rotary_store.py", "test_kernel_against"),
     "partial softmaxes that are no numbers": ("decode/test_attention.py", "no_numbers and bfloat16"),
     "decode_beams_": ("decode/test_beams.py", "test_is_what_beam_search_does and cuda-cuda"),
     **{
@@ -44,9 +49,13 @@ OWN_TESTS = {
         "decode/test_linear.py",
         "test_layers_of_models and bfloat16 and -128-torch and 768-768-3",
     ),
+    "decode_linear of decoders": (
+        "decode/test_linear_decoders.py",
+        "test_layers_of_decoders and bfloat16 and (-1-torch or -11-torch) and (odd or small or Qwen3)",
+    ),
     "decode_head_select_": (
         "decode/test_head_select.py",
-        "test_ties_in_vocabularies and t5_rms_norm and bfloat16 and 512-8-",
+        "test_ties_in_vocabularies and rms_norm and bfloat16 and 512-8-",
     ),
     "decode_head_select_, addends": (
         "decode/test_head_select.py",

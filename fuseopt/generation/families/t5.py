@@ -17,10 +17,10 @@ from fuseopt.modules.children import t5_children
 def spec_of(model: nn.Module) -> DecoderSpec:
     """Of the decoder of a T5ForConditionalGeneration."""
     decoder, attention = model.decoder, model.decoder.block[0].layer[0].SelfAttention
+    bias = _relative_bias(attention)
     return DecoderSpec(
         token_embedding=decoder.embed_tokens.weight,
-        relative_bias=_relative_bias(attention),
-        layers=tuple(_layer(block) for block in decoder.block),
+        layers=tuple(_layer(block, bias) for block in decoder.block),
         final_norm=norm_of(decoder.final_layer_norm),
         head=linear_of(model.lm_head),
         head_scale=model.model_dim**-0.5 if model.config.scale_decoder_outputs else None,
@@ -47,11 +47,11 @@ def _bucket_sizes(attention: nn.Module) -> dict[str, int]:
     }
 
 
-def _layer(block: nn.Module) -> Layer:
+def _layer(block: nn.Module, bias: RelativeBias) -> Layer:
     own, cross, feed_forward = block.layer
     attention = cross.EncDecAttention
     return Layer(
-        self_attention_of(own),
+        self_attention_of(own)._replace(relative_bias=bias),
         feed_forward_of(feed_forward),
         CrossAttention(
             norm_of(cross.layer_norm),

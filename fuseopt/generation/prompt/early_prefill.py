@@ -208,7 +208,7 @@ class EarlyPrefill:
     def _queue_prompt(self, request: _Request, keep: Tensor | None) -> EarlyPrompt | None:
         step, input_ids, sizes = self.checked.step, request.ids, request.sizes
         rows, length = input_ids.shape
-        padded, longest = prompt_length_for(rows, length), step.max_length
+        padded, longest = prompt_length_for(rows, length, input_ids.device), step.max_length
         if length == 1:
             return None
         if sizes is None:
@@ -244,7 +244,7 @@ class EarlyPrefill:
 
     def _state(self, sizes: Sizes) -> DecodeState:
         step = self.checked.step
-        return self.graphs.state(sizes, lambda: DecodeState(sizes, step.shape, step.vocab))
+        return self.graphs.state(sizes, lambda: step.new_state(sizes))
 
 
 def prompt_of(arguments: Mapping[str, Any]) -> Any:

@@ -141,7 +141,7 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
         unfinished = torch.arange(rows, device=device) != 1
         ids = torch.zeros(rows, 6, dtype=torch.int64, device=device)
         going = torch.ones((), dtype=torch.bool, device=device)
-        norm = {"norm": "t5_rms_norm", "norm_weight": torch.randn(48, device=device, dtype=dtype)}
+        norm = {"norm": "rms_norm", "norm_weight": torch.randn(48, device=device, dtype=dtype)}
         counters = (integers(4), integers(*range(rows)))
         written = (ids[:, 0].clone(), ids, integers(4), unfinished, going)
         yield registry.SampleInput((input, weight, *written, integers(0), eos), {**norm, "counters": counters})

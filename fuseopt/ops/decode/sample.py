@@ -5,6 +5,7 @@ Upstream, in the order in which `generate()` applies them: those of `edit_logits
 2024, arXiv 2407.01082), `TypicalLogitsWarper` (Meister et al. 2023, arXiv 2202.00666), and `torch.multinomial`.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -17,8 +18,11 @@ from fuseopt.ops.decode.edit_logits import OPTIONAL_EDITS, LogitsEdits, check_ed
 from fuseopt.ops.decode.select import check_state, decode_select_
 from fuseopt.ops.library import check_shape, define
 
-# Tokens that a block of the kernel can have, and blocks that share a row: 8 on GPUs with clusters of blocks.
-_TOKENS_OF_BLOCK, _BLOCKS_OF_CLUSTER = 2**16 - 8, 8
+# Tokens that a block of the kernel can have, and blocks that share a row: 16 on GPUs with clusters of blocks.
+_TOKENS_OF_BLOCK, _BLOCKS_OF_CLUSTER = 2**16 - 8, 16
+# Of torch's exponential_: threads of a block, numbers that a thread takes from a counter of Philox, and the most that
+# one launch draws.
+_DRAW_THREADS, _NUMBERS_OF_COUNTER, _MOST_NUMBERS = 256, 4, 2**29
 
 
 class SamplingFilters(NamedTuple):
@@ -44,7 +48,8 @@ NO_FILTERS = SamplingFilters()
 
 def _fake(
     logits: Tensor,
-    divisors: Tensor,
+    divisors: Tensor | None,
+    random: Tensor | None,
     top_k: int,
     top_p: float,
     min_p: float,
@@ -65,9 +70,9 @@ def _fake(
 
 
 RAW = define(
-    "decode_sample_(Tensor logits, Tensor divisors, int top_k, float top_p, float min_p, float typical_p,"
-    " Tensor(a!) tokens, Tensor(b!) ids, Tensor(c!) length, Tensor(d!) unfinished, Tensor(e!) going, Tensor pad,"
-    f" Tensor? eos, Tensor(f!)[] counters, Tensor(g!)[] kept, bool pdl, {OPTIONAL_EDITS}) -> ()",
+    "decode_sample_(Tensor logits, Tensor? divisors, Tensor? random, int top_k, float top_p, float min_p,"
+    " float typical_p, Tensor(a!) tokens, Tensor(b!) ids, Tensor(c!) length, Tensor(d!) unfinished, Tensor(e!) going,"
+    f" Tensor pad, Tensor? eos, Tensor(f!)[] counters, Tensor(g!)[] kept, bool pdl, {OPTIONAL_EDITS}) -> ()",
     _fake,
 )
 
@@ -107,14 +112,56 @@ def _has_kernel(logits: Tensor) -> bool:
     return logits.shape[1] <= blocks * _TOKENS_OF_BLOCK
 
 
+def draws_numbers(logits: Tensor) -> bool:
+    """Whether `decode_sample_` draws its random numbers in its kernel, and so takes `random` in a captured step."""
+    on_gpu = registry.pick("decode_sample_", "auto", logits.device, (logits.dtype,)) != "reference"
+    return on_gpu and _has_kernel(logits) and logits.numel() <= _MOST_NUMBERS
+
+
+@functools.cache
+def _threads_of_draw(count: int, device: torch.device) -> int:
+    properties = torch.cuda.get_device_properties(device)
+    blocks = properties.multi_processor_count * (properties.max_threads_per_multi_processor // _DRAW_THREADS)
+    return _DRAW_THREADS * min(-(-count // _DRAW_THREADS), blocks)
+
+
+def offset_of_draw(count: int, device: torch.device) -> int:
+    """By how much torch's generator advances when `exponential_` draws `count` float32 numbers on a GPU."""
+    return -(-count // (_threads_of_draw(count, device) * _NUMBERS_OF_COUNTER)) * _NUMBERS_OF_COUNTER
+
+
+def _drawn(random: Tensor, shape: torch.Size) -> Tensor:
+    """What the kernel draws, from a generator of its own."""
+    seed, offset, draws = random.tolist()
+    generator = torch.Generator(random.device)
+    generator.manual_seed(seed % 2**64)
+    generator.set_offset(offset + draws * offset_of_draw(shape.numel(), random.device))
+    return torch.empty(shape, device=random.device).exponential_(generator=generator)
+
+
 def _check(
-    logits: Tensor, divisors: Tensor, filters: SamplingFilters, edits: LogitsEdits | None, kept: Tensor | None
+    logits: Tensor,
+    divisors: Tensor | None,
+    random: Tensor | None,
+    filters: SamplingFilters,
+    edits: LogitsEdits | None,
+    kept: Tensor | None,
 ) -> None:
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise ValueError(f"logits must be [rows, vocabulary], not {tuple(logits.shape)}")
-    check_shape("divisors", divisors, logits.shape)
-    if divisors.dtype != torch.float32:
-        raise TypeError(f"divisors must be torch.float32, not {divisors.dtype}")
+    if (divisors is None) == (random is None):
+        raise ValueError("give either divisors or random")
+    if divisors is not None:
+        check_shape("divisors", divisors, logits.shape)
+        if divisors.dtype != torch.float32:
+            raise TypeError(f"divisors must be torch.float32, not {divisors.dtype}")
+    if random is not None:
+        if random.dtype != torch.int64 or random.shape != (3,) or not random.is_cuda:
+            raise ValueError(
+                f"random must be [3] torch.int64 on a GPU, not {list(random.shape)} {random.dtype} on {random.device}"
+            )
+        if logits.numel() > _MOST_NUMBERS:
+            raise ValueError(f"random serves up to {_MOST_NUMBERS} logits, not {logits.numel()}")
     if kept is not None:
         check_shape("kept", kept, logits.shape)
         if kept.dtype != torch.float32:
@@ -135,7 +182,7 @@ def decode_sample_reference(*arguments: Tensor | None, **options: object) -> Non
 
 def decode_sample_(
     logits: Tensor,
-    divisors: Tensor,
+    divisors: Tensor | None,
     tokens: Tensor,
     ids: Tensor,
     length: Tensor,
@@ -144,6 +191,7 @@ def decode_sample_(
     pad: Tensor,
     eos: Tensor | None = None,
     *,
+    random: Tensor | None = None,
     filters: SamplingFilters = NO_FILTERS,
     counters: Sequence[Tensor] = (),
     edits: LogitsEdits | None = None,
@@ -160,7 +208,11 @@ def decode_sample_(
     Args:
         logits: [rows, V], columns of unit stride; float32, float16, bfloat16 or float64.
         divisors: [rows, V] float32, exponentially distributed numbers. If `exponential_()` has drawn them, the tokens
-            are those that `torch.multinomial` would have drawn.
+            are those that `torch.multinomial` would have drawn. Or None.
+        random: instead of `divisors`, [3] int64 on a GPU: the seed and offset of a torch.Generator, and how many calls
+            drew from there before this one, to which 1 is added. The numbers are those that `exponential_()` would draw
+            for [rows, V]; each call takes `offset_of_draw` of the offset. With `pdl`, the predecessor must not write
+            it. The reference waits for the device.
         filters: applied to the edited scores.
         edits: applied first to the logits in float32; or None.
         kept: [rows, V] float32, contiguous. Written to: the edited scores, -inf where a filter removed one; or None.
@@ -175,7 +227,9 @@ def decode_sample_(
         RuntimeError: a row without a finite score, or with infinity or NaN; on a GPU a device-side assertion.
         BackendError: the named backend cannot run here, or logits require a gradient under grad mode.
     """
-    _check(logits, divisors, filters, edits, kept)
+    _check(logits, divisors, random, filters, edits, kept)
+    if random is not None:
+        counters = (*counters, random[2:])
     check_state(len(logits), tokens, ids, length, unfinished, going, pad)
     chosen = registry.pick_without_gradient("decode_sample_", backend, (logits.dtype,), logits)
     state = (tokens, ids, length, unfinished, going, pad, eos)
@@ -184,13 +238,14 @@ def decode_sample_(
         scores = filtered(scores, filters)
         if kept is not None:
             kept.copy_(scores)
+        if random is not None:
+            divisors = _drawn(random, logits.shape)
         decode_select_(scores.softmax(dim=-1), *state, counters=counters, divisors=divisors, backend=backend)
     else:
         if logits.dtype == torch.float64:
             logits = logits.float()
-        RAW[chosen](
-            logits, divisors, *filters, *state, list(counters), [] if kept is None else [kept], pdl, *for_kernel(edits)
-        )
+        returned = [] if kept is None else [kept]
+        RAW[chosen](logits, divisors, random, *filters, *state, list(counters), returned, pdl, *for_kernel(edits))
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseopt import ops
-from fuseopt.generation.engine import attention, layers
+from fuseopt.generation.engine import attention, layers, prompt_attention, residual_stream
 from fuseopt.generation.engine.state import DecodeState, Sizes
 
 # Which kernels there are. "fused": those that take in a neighbour too, which a real GPU has for some sizes only.
@@ -122,7 +122,7 @@ def recording(model: nn.Module, kernels: str, modules: Iterable[Any]) -> Iterato
     Recorded.names = {id(weight): name for name, weight in model.named_parameters()}
     patches = [mock.patch.object(ops, name, calling(name)) for name in _RESULTS]
     patches.append(mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)))
-    for module in (attention, layers, *modules):
+    for module in (attention, layers, prompt_attention, residual_stream, *modules):
         for name in ("has_kernel", "is_fast", "emits_partials", "accepts_partials"):
             if hasattr(module, name) and (module is not layers or name != "is_fast"):
                 answer = has_kernel if name == "has_kernel" else lambda *_, **__: there is None

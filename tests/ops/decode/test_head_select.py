@@ -12,7 +12,7 @@ from tests.ops.cases import DTYPES, Case, cases
 from tests.ops.decode.decode_states import state_of as decode_state_of
 
 every_case = pytest.mark.parametrize("case", cases("decode_head_select_"))
-NORMS = ("layer_norm", "t5_rms_norm", None)
+NORMS = ("layer_norm", "rms_norm", None)
 
 
 def as_wide(vocabulary: int, device: torch.device) -> int:
@@ -173,7 +173,7 @@ def test_edits_beside_token_rules_are_applied_too(case: Case) -> None:
 def test_a_residual_stream_in_float32(case: Case) -> None:
     input = torch.randn(2, 512).to(case.device)
     weight = torch.randn(32128, 512).to(case.device, torch.float16)
-    check(case, input, weight, norm_of("t5_rms_norm", 512, weight))
+    check(case, input, weight, norm_of("rms_norm", 512, weight))
 
 
 @every_case
@@ -182,7 +182,7 @@ def test_nan_is_the_highest(case: Case) -> None:
     weight = torch.randn(40_000, 64).to(case.device, torch.bfloat16)
     weight[[39_000, 31_111]] = torch.nan
     state = state_of(3, case.device)
-    case(input, weight, *state.values(), norm="t5_rms_norm")
+    case(input, weight, *state.values(), norm="rms_norm")
     assert state["tokens"].tolist() == [31_111, 3, 31_111]
 
 

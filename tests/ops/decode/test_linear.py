@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import decode_linear
-from fuseopt.ops.decode.linear import ACTIVATIONS, FEW_ROWS, MAX_ROWS, decode_linear_reference, is_fast
+from fuseopt.ops.decode.linear import ACTIVATIONS, FEW_ROWS, MAX_ROWS, NORMS, decode_linear_reference, is_fast
 from tests.ops.cases import RawCalls, error, needs_sm90, to_float64
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -58,7 +58,7 @@ def test_t5_feed_forward(feed_forward: str) -> None:
     hidden = decode_linear(
         x,
         [dense.wi_0.weight, dense.wi_1.weight] if gated else dense.wi.weight,
-        norm="t5_rms_norm",
+        norm="rms_norm",
         norm_weight=layer.layer_norm.weight,
         eps=layer.layer_norm.variance_epsilon,
         activation="gelu_tanh" if gated else "relu",
@@ -73,7 +73,7 @@ def test_t5_norm_keeps_its_cast_order(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     norm = randomised(T5LayerNorm(64)).to(dtype)
     for x in (torch.randn(5, 64, dtype=dtype), torch.randn(5, 64)):
-        output = decode_linear(x, torch.eye(64, dtype=dtype), norm="t5_rms_norm", norm_weight=norm.weight, eps=1e-6)
+        output = decode_linear(x, torch.eye(64, dtype=dtype), norm="rms_norm", norm_weight=norm.weight, eps=1e-6)
         assert torch.equal(output, norm(x))
 
 
@@ -94,7 +94,9 @@ def test_a_float32_residual_stream_stays_float32() -> None:
     ("arguments", "options", "message"),
     [
         ({"weight": torch.zeros(3, 5)}, {}, r"weight must have shape \(3, 4\)"),
-        ({"weight": [torch.zeros(3, 4), torch.zeros(2, 4)]}, {}, "weight must have shape"),
+        ({"weight": [torch.zeros(3, 4), torch.zeros(2, 5)]}, {}, "weight must have shape"),
+        ({"weight": [torch.zeros(3, 4), torch.zeros(2, 4)]}, {"activation": "silu", "gated": True}, "have shape"),
+        ({"weight": [torch.zeros(3, 4), torch.zeros(2, 4)], "bias": [torch.zeros(3)] * 2}, {}, "bias must have shape"),
         ({"weight": [torch.zeros(3, 4), torch.zeros(3, 4).half()]}, {}, "one dtype"),
         ({"weight": []}, {}, "one to three weights"),
         ({"bias": torch.zeros(2)}, {}, "bias must have shape"),
@@ -103,8 +105,9 @@ def test_a_float32_residual_stream_stays_float32() -> None:
         ({}, {"norm": "batch_norm"}, "norm must be None"),
         ({}, {"norm_weight": torch.zeros(4)}, "need a norm"),
         ({}, {"norm": "layer_norm", "norm_weight": torch.zeros(3)}, "norm_weight must have shape"),
-        ({}, {"norm": "t5_rms_norm", "norm_bias": torch.zeros(4)}, "no bias"),
-        ({}, {"activation": "silu"}, "activation must be None"),
+        ({}, {"norm": "rms_norm", "norm_bias": torch.zeros(4)}, "no bias"),
+        ({}, {"norm": "gemma_rms_norm", "norm_bias": torch.zeros(4)}, "gemma_rms_norm has no bias"),
+        ({}, {"activation": "tanh"}, "activation must be None"),
         ({}, {"gated": True}, "gated takes two weights"),
     ],
 )
@@ -143,9 +146,9 @@ SM80, SM90, SM120 = (8, 0), (9, 0), (12, 0)
 @pytest.mark.parametrize(
     ("columns", "outputs", "weights", "norm", "capability", "most_rows"),
     [
-        pytest.param(768, 768, 3, "t5_rms_norm", SM90, MAX_ROWS, id="T5's query, key and value"),
+        pytest.param(768, 768, 3, "rms_norm", SM90, MAX_ROWS, id="T5's query, key and value"),
         pytest.param(768, 768, 1, None, SM90, MAX_ROWS, id="attention's output"),
-        pytest.param(768, 3072, 1, "t5_rms_norm", SM90, 67, id="T5's wi"),
+        pytest.param(768, 3072, 1, "rms_norm", SM90, 67, id="T5's wi"),
         pytest.param(3072, 768, 1, None, SM90, MAX_ROWS, id="T5's wo"),
         pytest.param(3072, 768, 1, None, SM120, 67, id="T5's wo without room for tiles"),
         pytest.param(3072, 768, 1, None, SM80, FEW_ROWS, id="T5's wo before sm_90"),
@@ -153,10 +156,10 @@ SM80, SM90, SM120 = (8, 0), (9, 0), (12, 0)
         pytest.param(4096, 1024, 1, None, SM90, 152, id="as much as a library does well"),
         pytest.param(1536, 768, 1, None, SM90, MAX_ROWS, id="just long"),
         pytest.param(1528, 768, 1, None, SM90, 136, id="not quite long"),
-        pytest.param(3072, 768, 1, "t5_rms_norm", SM90, FEW_ROWS, id="long and normalised"),
+        pytest.param(3072, 768, 1, "rms_norm", SM90, FEW_ROWS, id="long and normalised"),
         pytest.param(3072, 768, 2, None, SM90, 67, id="several long ones"),
         pytest.param(6152, 768, 1, None, SM90, FEW_ROWS, id="too long"),
-        pytest.param(768, 32128, 1, "t5_rms_norm", SM90, FEW_ROWS, id="T5's vocabulary"),
+        pytest.param(768, 32128, 1, "rms_norm", SM90, FEW_ROWS, id="T5's vocabulary"),
         pytest.param(768, 50257, 1, None, SM90, FEW_ROWS, id="GPT-2's vocabulary"),
     ],
 )
@@ -201,17 +204,17 @@ LOW_TILES, HIGH_TILES = (f"decode_linear_tiles_kernel<[^>]*, {n}>" for n in (2, 
     [
         (FEW_ROWS + 1, 768, 64, 1, "layer_norm", "decode_linear_many_rows_kernel"),
         (FEW_ROWS + 1, 3072, 64, 1, None, "decode_linear_many_rows_kernel"),
-        (64, 768, 768, 3, "t5_rms_norm", "decode_linear_many_rows_kernel"),
-        (128, 768, 768, 3, "t5_rms_norm", LOW_TILES),
-        (129, 768, 768, 3, "t5_rms_norm", HIGH_TILES),
+        (64, 768, 768, 3, "rms_norm", "decode_linear_many_rows_kernel"),
+        (128, 768, 768, 3, "rms_norm", LOW_TILES),
+        (129, 768, 768, 3, "rms_norm", HIGH_TILES),
         (MAX_ROWS, 768, 768, 3, None, HIGH_TILES),
         (MAX_ROWS, 768, 768, 3, "layer_norm", "decode_linear_many_rows_kernel"),
         (MAX_ROWS, 768, 768, 1, None, "decode_linear_many_rows_kernel"),
-        (MAX_ROWS, 768, 768, 1, "t5_rms_norm", "decode_linear_many_rows_kernel"),
+        (MAX_ROWS, 768, 768, 1, "rms_norm", "decode_linear_many_rows_kernel"),
         (59, 3072, 768, 1, None, "decode_linear_many_rows_kernel"),
         (60, 3072, 768, 1, None, LOW_TILES),
         (MAX_ROWS, 3072, 768, 1, None, LOW_TILES),
-        (MAX_ROWS, 768, 3072, 1, "t5_rms_norm", None),
+        (MAX_ROWS, 768, 3072, 1, "rms_norm", None),
     ],
 )
 @torch.no_grad()
@@ -303,8 +306,8 @@ def kernels_of(call: Callable[[], object]) -> str:
     weights=st.integers(1, 3),
     biased=st.booleans(),
     residual=st.booleans(),
-    norm=st.sampled_from([None, "layer_norm", "t5_rms_norm"]),
-    activation=st.sampled_from([None, "relu", "gelu", "gelu_tanh"]),
+    norm=st.sampled_from([None, *NORMS]),
+    activation=st.sampled_from([None, *ACTIVATIONS]),
     gated=st.booleans(),
     seed=st.integers(0, 2**31),
 )
@@ -365,8 +368,8 @@ def test_kernels_against_float64(
     strided=st.booleans(),
     biased=st.booleans(),
     residual=st.booleans(),
-    normalised=st.booleans(),
-    activation=st.sampled_from([None, "relu", "gelu", "gelu_tanh"]),
+    norm=st.sampled_from([None, "rms_norm", "gemma_rms_norm"]),
+    activation=st.sampled_from([None, *ACTIVATIONS]),
     seed=st.integers(0, 2**31),
 )
 @torch.no_grad()
@@ -380,7 +383,7 @@ def test_tiles_against_float64(
     strided: bool,
     biased: bool,
     residual: bool,
-    normalised: bool,
+    norm: str | None,
     activation: str | None,
     seed: int,
 ) -> None:
@@ -389,7 +392,7 @@ def test_tiles_against_float64(
     columns *= 8 * (5 if weights == 1 else 1)
     work = 140_000_000 if weights == 1 else 200_000_000
     outputs = 8 * (-(-work // (8 * rows * columns * weights)) + more)
-    norm = "t5_rms_norm" if normalised and weights > 1 else None
+    norm = norm if weights > 1 else None
 
     def make(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda").to(dtype)
@@ -417,7 +420,7 @@ def test_tiles_against_float64(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("norm", [None, "layer_norm", "t5_rms_norm"])
+@pytest.mark.parametrize("norm", [None, *NORMS])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 768), (2, 40), (3, 136), (2, 6080), (8, 1600), (9, 1096), (16, 512)])
 @torch.no_grad()
 def test_a_product_as_wide_as_a_vocabulary_is_accurate(
@@ -446,12 +449,12 @@ def test_a_product_as_wide_as_a_vocabulary_is_accurate(
         pytest.param(6408, 1600, {"transposed": True, "residual": torch.float32}, id="K shared out in clusters"),
         pytest.param(4104, 1032, {"transposed": True, "activation": "relu"}, id="a few K each"),
         pytest.param(5000, 1608, {"transposed": True, "norm": "layer_norm"}, id="norm and clusters"),
-        pytest.param(1032, 2056, {"transposed": True, "weights": 3, "norm": "t5_rms_norm"}, id="three of lines"),
+        pytest.param(1032, 2056, {"transposed": True, "weights": 3, "norm": "rms_norm"}, id="three of lines"),
         pytest.param(768, 33000, {"transposed": True}, id="more strips than multiprocessors"),
         pytest.param(5000, 1601, {"norm": "layer_norm", "activation": "gelu_tanh"}, id="norm over clusters"),
-        pytest.param(1032, 2056, {"weights": 3, "norm": "t5_rms_norm"}, id="three weights"),
-        pytest.param(1024, 4003, {"gated": True, "norm": "t5_rms_norm", "activation": "gelu"}, id="gated"),
-        pytest.param(1024, 8003, {"norm": "t5_rms_norm", "input": torch.float32}, id="float32 rows"),
+        pytest.param(1032, 2056, {"weights": 3, "norm": "rms_norm"}, id="three weights"),
+        pytest.param(1024, 4003, {"gated": True, "norm": "rms_norm", "activation": "gelu"}, id="gated"),
+        pytest.param(1024, 8003, {"norm": "rms_norm", "input": torch.float32}, id="float32 rows"),
         pytest.param(768, 32005, {"norm": "layer_norm"}, id="vocabulary"),
     ],
 )
@@ -590,7 +593,7 @@ def test_a_norm_of_rows_far_from_zero(rows: int, columns: int, is_large: bool, m
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("norm", ["layer_norm", "t5_rms_norm"])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize(("rows", "is_large"), [(1, False), (1, True), (8, False), (16, False)])
 @torch.no_grad()
 def test_a_norm_of_rows_that_start_with_an_outlier(rows: int, is_large: bool, norm: str) -> None:
@@ -627,11 +630,11 @@ def test_a_norm_whose_weight_takes_rows_out_of_range() -> None:
         (8200, 64, 1, {"residual": True}),
         (5008, 1032, 1, {"activation": "gelu_tanh", "residual": True}),
         (2056, 776, 2, {"activation": "relu", "residual": True}),
-        (768, 768, 3, {"norm": "t5_rms_norm"}),
-        (1496, 520, 3, {"norm": "t5_rms_norm", "activation": "gelu", "residual": True}),
-        (768, 768, 1, {"norm": "t5_rms_norm"}),
+        (768, 768, 3, {"norm": "rms_norm"}),
+        (1496, 520, 3, {"norm": "rms_norm", "activation": "gelu", "residual": True}),
+        (768, 768, 1, {"norm": "rms_norm"}),
         (1024, 1288, 1, {"norm": "layer_norm"}),
-        (768, 2048, 2, {"norm": "t5_rms_norm", "activation": "gelu_tanh", "gated": True}),
+        (768, 2048, 2, {"norm": "rms_norm", "activation": "gelu_tanh", "gated": True}),
     ],
 )
 @pytest.mark.parametrize("transposed", [False, True])
@@ -687,9 +690,9 @@ def test_weights_are_read_in_place() -> None:
         (4, 256, 1, "layer_norm"),
         (40, 256, 1, "layer_norm"),
         (40, 1024, 1, None),
-        (100, 1536, 3, "t5_rms_norm"),
+        (100, 1536, 3, "rms_norm"),
         (100, 1536, 3, None),
-        (200, 1536, 3, "t5_rms_norm"),
+        (200, 1536, 3, "rms_norm"),
         (200, 1536, 3, None),
     ],
 )

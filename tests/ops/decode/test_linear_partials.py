@@ -24,7 +24,7 @@ from tests.ops.variations import poisoned_allocations
 
 MOST_ROWS = 8
 HALVES = (torch.bfloat16, torch.float16)
-LAYER_NORM, RMS_NORM = "layer_norm", "t5_rms_norm"
+LAYER_NORM, RMS_NORM = "layer_norm", "rms_norm"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,6 +14,7 @@ from transformers.generation import logits_process
 from fuseopt.errors import BackendError
 from fuseopt.ops import SamplingFilters, decode_sample_, decode_select_, edit_logits
 from fuseopt.ops.decode.edit_logits import LogitsEdits, sample_edits
+from fuseopt.ops.decode.sample import offset_of_draw
 from tests.ops.cases import DTYPES, Case, RawCalls, cases, examples, launched_kernels
 from tests.ops.decode.decode_states import state_of
 
@@ -174,6 +175,17 @@ def test_ties(case: Case, levels: int, filters: SamplingFilters) -> None:
 
 
 @every_case
+@pytest.mark.parametrize("top_k", [1, 3, 300])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_top_k_keeps_scores_too_low_to_be_drawn(case: Case, top_k: int, dtype: torch.dtype) -> None:
+    """Fewer than k scores within 87 of the highest, below which probabilities are 0."""
+    torch.manual_seed(top_k)
+    for vocabulary in (12, 1000, 30_011):
+        logits = (900 * torch.randn(3, vocabulary)).to(case.device, dtype)
+        assert check_draws(case, logits, SamplingFilters(top_k=top_k)) == 3
+
+
+@every_case
 def test_one_token_is_left(case: Case) -> None:
     logits = torch.full((3, 20_000), -torch.inf, device=case.device)
     logits[0, 0], logits[1, 19_999], logits[2, 12_345] = 3.0, -1e30, 0.0
@@ -206,6 +218,10 @@ def test_wrong_arguments_are_refused_by_name(case: Case) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             case(logits, logits, *state.values(), filters=filters)
+    with pytest.raises(ValueError, match="give either divisors or random"):
+        case(logits, None, *state.values())
+    with pytest.raises(ValueError, match=r"random must be \[3\] torch\.int64 on a GPU"):
+        case(logits, None, *state.values(), random=torch.zeros(3, device=case.device))
     with pytest.raises(ValueError, match="divisors must have shape"):
         case(logits, logits[:, :3], *state.values())
     with pytest.raises(TypeError, match=r"divisors must be torch\.float32"):
@@ -252,6 +268,28 @@ def test_large_vocabularies(rows: int, vocabulary: int, dtype: torch.dtype) -> N
         for filters in (SamplingFilters(top_k=50), SamplingFilters(top_p=0.9), SamplingFilters(typical_p=0.9))
     )
     assert compared > 2 * rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 8, 70])
+@pytest.mark.parametrize("vocabulary", [7, 300, 50_257])
+@pytest.mark.parametrize("filters", [SamplingFilters(), SamplingFilters(top_k=50), SamplingFilters(top_p=0.9)], ids=str)
+@pytest.mark.parametrize("backend", ["cuda", "reference"])
+def test_draws_the_generators_numbers(rows: int, vocabulary: int, filters: SamplingFilters, backend: str) -> None:
+    """`random` instead of torch's own draw: the same tokens from the same generator, one step after another."""
+    device = torch.device("cuda")
+    generator = torch.Generator(device).manual_seed(2**63 + 12345)
+    generator.set_offset(2**34 + 16)
+    logits = torch.randn(rows, vocabulary, device=device)
+    random = torch.tensor([12345 - 2**63, 2**34 + 16, 0], device=device)
+    state, expected = state_of(rows, 0, [], device), state_of(rows, 0, [], device)
+    for step in range(3):
+        before = generator.get_offset()
+        divisors = torch.empty(logits.shape, device=device).exponential_(generator=generator)
+        assert generator.get_offset() - before == offset_of_draw(logits.numel(), device)
+        decode_sample_(logits, divisors, *expected.values(), filters=filters, backend="cuda")
+        decode_sample_(logits, None, *state.values(), filters=filters, random=random, backend=backend)
+        assert torch.equal(state["ids"], expected["ids"]) and random[2].item() == step + 1
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ struct Lengths {
       : filled(load(attention.lengths, item)), start(load(attention.starts, item)) {}
 
  private:
-  __device__ static int load(const DecodeAttention::Integers& integers, unsigned item) {
+  __device__ static int load(const Integers& integers, unsigned item) {
     if (integers.data == nullptr) return 0;
     const unsigned words = static_cast<unsigned>(integers.stride) * (static_cast<unsigned>(integers.bytes) / 4);
     return __ldcg(static_cast<const int*>(integers.data) + item * words);
@@ -176,6 +176,17 @@ struct Attended {
   template <bool kFirst = false, typename Tile, typename Query, int kTiles>
   __device__ void add(Tile (&tiles)[kTiles], const Query& query, int queries, const float (&addends)[kTiles][2],
                       unsigned dropped, float scale) {
+    add_scored<kFirst>(tiles, query, queries, dropped, [&](float product, int tile, int half, int) {
+      const float addend = addends[tile][half];
+      return addend == -INFINITY ? -INFINITY : product * scale + addend;
+    });
+  }
+
+  // The same with `score_of(product, tile, half, q)`: the score, in powers of two, of key lane / 4 + 8 `half` of a tile
+  // and query lane % 4 * 2 + q; -INFINITY excludes the key.
+  template <bool kFirst = false, typename Tile, typename Query, int kTiles, typename ScoreOf>
+  __device__ void add_scored(Tile (&tiles)[kTiles], const Query& query, int queries, unsigned dropped,
+                             ScoreOf score_of) {
     float scores[kTiles][4] = {};
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
@@ -196,7 +207,7 @@ struct Attended {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float& score = scores[t][h * 2 + q];
-          score = addends[t][h] == -INFINITY ? -INFINITY : score * scale + addends[t][h];
+          score = score_of(score, t, h, q);
           raised = fmaxf(raised, score);
         }
       }

@@ -105,9 +105,10 @@ class StreamRows {
       for (int i = 0; i < kLaneValues; ++i) values[i] = (x[i] - norm.x) * norm.y;
       if (layer.is_rms_norm) round_floats_as<T>(values);
       if (layer.norm_weight != nullptr) {
+        const float one = layer.adds_one ? 1.f : 0.f;
         const auto factors = *reinterpret_cast<const Vector<T, kLaneValues>*>(scale + k);
 #pragma unroll
-        for (int i = 0; i < kLaneValues; ++i) values[i] *= factors[i];
+        for (int i = 0; i < kLaneValues; ++i) values[i] *= factors[i] + one;
       }
       if (layer.norm_bias != nullptr) {
         const auto terms = *reinterpret_cast<const Vector<T, kLaneValues>*>(shift + k);

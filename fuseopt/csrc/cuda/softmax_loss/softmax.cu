@@ -71,11 +71,16 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
     max[r] = edges[r] = kWhole ? -INFINITY : edge_logit(input, span, factor, row_mask);
   }
 
-  visit([&](int r, int k, int64_t) {
-    logits[r].make(k);
+  // A loop that runs once: ptxas starts all loads before it. In straight-line code it waits for a float32 vector's maximum
+  // before it starts the next load.
+#pragma unroll 1
+  do {
+    visit([&](int r, int k, int64_t) {
+      logits[r].make(k);
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) max[r] = fmaxf(max[r], logits[r].at(k, j));
-  });
+      for (int j = 0; j < kWidth; ++j) max[r] = fmaxf(max[r], logits[r].at(k, j));
+    });
+  } while (columns < 0);
   team.template reduce<Max>(max);
 
 #pragma unroll

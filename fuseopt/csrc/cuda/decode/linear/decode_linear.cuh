@@ -44,7 +44,7 @@ __device__ inline Acc activate(int activation, Acc x) {
     case kRelu: return x > 0 || isnan(x) ? x : 0;
     case kGelu: return Acc(0.5) * x * (1 + erf(x * kRootHalf));
     case kGeluTanh: return Acc(0.5) * x * (1 + tanh(kRootTwoOverPi * (x + Acc(0.044715) * x * x * x)));
-    case kSilu: break;  // no layer has it
+    case kSilu: return x / (1 + exp(-x));
   }
   __trap();
   return x;

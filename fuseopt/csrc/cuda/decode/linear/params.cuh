@@ -14,7 +14,9 @@ constexpr int kHalfRows = 8;
 // Bytes of weights that blocks, one a multiprocessor, hold in registers before they wait. Layers with more skip prefetch.
 inline int64_t most_held_bytes() { return tuning().decode_linear_held_bytes * multiprocessor_count(); }
 
-inline int64_t weight_bytes(const DecodeLinear& layer) { return layer.out_features * layer.in_features * layer.weight_count * 2; }
+inline int64_t weight_bytes(const DecodeLinear& layer) { 
+  return output_columns(layer) * layer.in_features * (layer.gated ? 2 : 1) * 2;
+}
 
 // Whether a layer has more bytes than blocks hold in registers, a lower limit if K is long. Streaming kernels take it.
 inline bool exceeds_registers(const DecodeLinear& layer) {
@@ -37,12 +39,14 @@ struct MmaLayer {
   const char* prefetch[kMaxWeights];
   int prefetch_bytes, prefetch_share_bytes;  // from each, of each block
   int rows, in_features, out_features, weight_stride;
+  int widths[kMaxWeights], first_outputs[kMaxWeights];  // of each weight, and of the grid's y-th blocks
   int output_stride;  // from row to row
   int passes;         // over K
   int activation;
   int finishing;     // threads of a block, whole warps, of kernels that ask
   float eps, reciprocal;  // the latter of `in_features`
   bool is_layer_norm, is_rms_norm, is_wide;  // if is_wide, residual and output are float
+  bool adds_one;                             // to the norm's weight
   const float* split_k_partials;  // [kSplitK, rows, columns], of kernels that ask
   T* sum;  // [rows, columns] of input and partials, of kernels that ask
 
@@ -92,12 +96,17 @@ MmaLayer<T> mma_layer(const DecodeLinear& layer) {
   mma.in_features = static_cast<int>(layer.in_features);
   mma.out_features = static_cast<int>(layer.out_features);
   mma.weight_stride = static_cast<int>(layer.weight_stride);
-  mma.output_stride = mma.out_features * (layer.gated ? 1 : layer.weight_count);
+  for (int i = 0, first = 0; i < DecodeLinear::kMaxWeights; first += mma.widths[i++]) {
+    mma.widths[i] = static_cast<int>(layer.is_split_k ? layer.out_features : layer.widths[i]);
+    mma.first_outputs[i] = first;
+  }
+  mma.output_stride = static_cast<int>(output_columns(layer));
   mma.activation = layer.activation;
   mma.eps = static_cast<float>(layer.eps);
   mma.reciprocal = 1.f / static_cast<float>(layer.in_features);
   mma.is_layer_norm = layer.norm == kLayerNorm;
-  mma.is_rms_norm = layer.norm == kT5RmsNorm;
+  mma.is_rms_norm = layer.norm == kRmsNorm;
+  mma.adds_one = layer.norm == kGemmaRmsNorm;
   mma.is_wide = layer.output.dtype == kFloat32;
   mma.split_k_partials = layer.split_k_partials;
   mma.sum = static_cast<T*>(layer.sum);
@@ -171,6 +180,9 @@ __device__ inline void activate_quickly(int activation, float (&values)[kCount])
   } else if (activation == kRelu) {
 #pragma unroll
     for (float& x : values) x = x < 0.f ? 0.f : x;
+  } else if (activation == kSilu) {
+#pragma unroll
+    for (float& x : values) x = __fdividef(x, 1.f + exp2_approx(x * -kLog2E));
   } else if (activation != kIdentity) {
 #pragma unroll
     for (float& x : values) x = activate_slowly(activation, x);

@@ -106,6 +106,7 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<kRowWarps>::kBlocks)
   // Of a warp's rows those 16 come first whose squares it finds.
   const auto row_of = [&](int half) { return row_warp * Shape::kWarpTile + (half ^ column_warp) * 16; };
   const auto column_of = [&](int half) { return column_warp * Shape::kWarpTile + half * 16; };
+  const bool adds_one = layer.adds_one && layer.norm_weight != nullptr;
   int place = 0, free_place = kStages - 1;
 #pragma unroll 1
   for (int s = 0; s < stages; ++s) {
@@ -129,10 +130,12 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<kRowWarps>::kBlocks)
         const T* const scale_at = scale + s * Shape::kStageK + product * kProductK + lane % 4 * 2;
         const unsigned low = *reinterpret_cast<const unsigned*>(scale_at);
         const unsigned high = *reinterpret_cast<const unsigned*>(scale_at + 8);
+        const auto scaled = [&](unsigned pair, unsigned by) {
+          return adds_one ? multiply_pair_by_one_more<T>(pair, by) : multiply_pair<T>(pair, by);
+        };
 #pragma unroll
         for (uint4& v : w) {
-          v = {multiply_pair<T>(v.x, low), multiply_pair<T>(v.y, high), multiply_pair<T>(v.z, low),
-               multiply_pair<T>(v.w, high)};
+          v = {scaled(v.x, low), scaled(v.y, high), scaled(v.z, low), scaled(v.w, high)};
         }
         multiply<T>(products[0], {x[0].x, x[0].z}, {x[0].y, x[0].w}, x[0].x, x[0].z);
         multiply<T>(products[1], {x[0].x, x[0].z}, {x[0].y, x[0].w}, x[0].y, x[0].w);

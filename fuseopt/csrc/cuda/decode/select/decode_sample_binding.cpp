@@ -5,8 +5,8 @@ namespace {
 
 constexpr const char* kOp = "decode_sample_";
 
-void decode_sample(Tensor logits, Tensor divisors, int64_t top_k, double top_p, double min_p, double typical_p,
-                   Tensor tokens, Tensor ids, Tensor length, Tensor unfinished, Tensor going, Tensor pad,
+void decode_sample(Tensor logits, std::optional<Tensor> divisors, std::optional<Tensor> random, int64_t top_k,
+                   double top_p, double min_p, double typical_p, Tensor tokens, Tensor ids, Tensor length, Tensor unfinished, Tensor going, Tensor pad,
                    std::optional<Tensor> eos, std::vector<Tensor> counters, std::vector<Tensor> kept, bool pdl,
                    std::optional<Tensor> edited_ids,
                    std::optional<Tensor> edited_length, double repetition_penalty,
@@ -18,8 +18,16 @@ void decode_sample(Tensor logits, Tensor divisors, int64_t top_k, double top_p, 
   DecodeSample sample = {};
   DecodeSelect& select = sample.select;
   select = decode_select_of(kOp, logits, tokens, ids, length, unfinished, going, pad, eos, counters, guard);
-  FUSEOPT_CHECK(divisors.numel() == logits.numel(), "fuseopt::", kOp, ": divisors must have the shape of logits");
-  select.divisors = static_cast<const float*>(guard.contiguous(divisors).data_ptr());
+  FUSEOPT_CHECK(divisors.has_value() != random.has_value(), "fuseopt::", kOp, ": needs either divisors or random");
+  if (divisors.has_value()) {
+    FUSEOPT_CHECK(divisors->numel() == logits.numel(), "fuseopt::", kOp, ": divisors must have the shape of logits");
+    select.divisors = static_cast<const float*>(guard.contiguous(*divisors).data_ptr());
+  } else {
+    constexpr int64_t kMostNumbers = (int64_t{1} << 31) / sizeof(float);  // torch draws more in several launches
+    FUSEOPT_CHECK(random->is_contiguous() && random->numel() == 3 && logits.numel() <= kMostNumbers, "fuseopt::", kOp,
+                  ": random must be contiguous, of 3 elements, for up to ", kMostNumbers, " logits");
+    sample.random = static_cast<const int64_t*>(random->data_ptr());
+  }
   for (const Tensor& scores : kept) {  // one at most
     FUSEOPT_CHECK(scores.is_contiguous() && scores.numel() == logits.numel(), "fuseopt::", kOp,
                   ": kept must be contiguous, of the shape of logits");
@@ -39,7 +47,7 @@ void decode_sample(Tensor logits, Tensor divisors, int64_t top_k, double top_p, 
   sample.blocks = static_cast<int>(fuseopt_decode_sample_blocks(select.rows, select.vocabulary));
   FUSEOPT_CHECK(sample.blocks > 0, "fuseopt::", kOp, ": a vocabulary of ", select.vocabulary,
                 " is too large for this device");
-  const Tensor candidates = candidates_for(select, logits, sample.blocks);
+  const Tensor candidates = candidates_for(select, logits, 1);
   const int64_t scratch_floats = select.rows * fuseopt_decode_sample_scratch(select.rows, select.vocabulary);
   std::optional<Tensor> scratch;
   if (scratch_floats > 0) scratch = allocate(logits, {scratch_floats}, ScalarType::Float);
@@ -49,7 +57,7 @@ void decode_sample(Tensor logits, Tensor divisors, int64_t top_k, double top_p, 
 }
 
 constexpr auto kDecodeSampleInPlace = arguments("decode_sample_", {
-    {"logits", kUpToFloat}, {"divisors", kOnlyFloat}, {"tokens", kOnlyLong}, {"ids", kOnlyLong}, {"length", kOnlyLong},
+    {"logits", kUpToFloat}, {"divisors", kOnlyFloat}, {"random", kOnlyLong}, {"tokens", kOnlyLong}, {"ids", kOnlyLong}, {"length", kOnlyLong},
     {"unfinished", kOnlyBool}, {"going", kOnlyBool}, {"pad", kOnlyLong}, {"eos", kOnlyLong},
     {"counters", kOnlyLong}, {"kept", kOnlyFloat}}) + kOfEdits;
 

@@ -1,0 +1,9 @@
+// decode_attention's kernel for grouped queries. It has a file of its own to shorten the build.
+#include "cuda/decode/attention/grouped.cuh"
+
+namespace fuseopt {
+
+template bool launch_decode_attention_grouped<__half>(const DecodeAttention&, cudaStream_t, cudaError_t&);
+template bool launch_decode_attention_grouped<__nv_bfloat16>(const DecodeAttention&, cudaStream_t, cudaError_t&);
+
+}  // namespace fuseopt
