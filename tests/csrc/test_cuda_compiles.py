@@ -28,6 +28,7 @@ SLOW = {
     "softmax.cu",
     "streamed_float16.cu",
     "tiles.cu",
+    "tiles_float32.cu",
 }
 COMPILED = [
     pytest.param(source, architecture, marks=[pytest.mark.slow] * (architecture != "90" or source.name in SLOW))

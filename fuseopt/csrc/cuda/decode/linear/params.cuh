@@ -125,9 +125,9 @@ __host__ __device__ inline int summed_warps(int warps, int together) {
   return (warps + together - 1) / together * together;
 }
 
-// Words of two ones.
+// Words of two ones, or of one in float32.
 template <typename T>
-constexpr unsigned kOnes = std::is_same_v<T, __half> ? 0x3c003c00u : 0x3f803f80u;
+constexpr unsigned kOnes = std::is_same_v<T, float> ? 0x3f800000u : std::is_same_v<T, __half> ? 0x3c003c00u : 0x3f803f80u;
 
 // Loads through the L2 cache what another multiprocessor has just written.
 template <typename X>

@@ -55,6 +55,7 @@ class RowCutter {
       Entry entries[kBins];
     };
     float highest[kGroups], negated_lowest[kGroups];
+    float reached;
     unsigned counts[kMostBlocks];
     unsigned count;
     double inbox_of_sums[2][2][kMostBlocks];
@@ -102,10 +103,10 @@ class RowCutter {
         const float other = storage_.highest[i];
         above += other > own || (other == own && i < threadIdx.x);
       }
-      if (above == count - 1) storage_.cut = entry_of(own, 0);
+      if (above == count - 1) storage_.reached = own;
     }
     __syncthreads();
-    return fmaxf(value_of(storage_.cut), -FLT_MAX);
+    return fmaxf(storage_.reached, -FLT_MAX);
   }
 
   // Adds up over all threads of the block.
@@ -176,6 +177,7 @@ class RowCutter {
     __syncthreads();
     return threadIdx.x < count ? storage_.sorted[threadIdx.x] : 0;
   }
+  __device__ Entry sorted(int place) const { return storage_.sorted[place]; }
 
   // The sum of `own` over all threads before this one, and over all threads.
   struct Scanned {
