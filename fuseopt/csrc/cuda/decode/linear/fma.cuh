@@ -1,8 +1,8 @@
 // decode_linear for float32 weights and 1 to 16 rows, in multiply-adds: the tensor cores have no product of float32, and
 // at so few rows reading the weight takes longer than the multiply-adds. A block computes strips of output columns, one
-// after another; its warps split K. Each thread copies its own part of the weight into a ring of shared memory, from before
-// the wait for the previous kernel on, and reads it back itself, so copies need no barrier. A ring is small enough for a
-// block of the next kernel to fit beside it and load meanwhile.
+// after another; its warps split K. Each warp copies its own part of the weight into a ring of shared memory, from before
+// the wait for the previous kernel on. A ring is small enough for a block of the next kernel to fit beside it and load
+// meanwhile.
 #pragma once
 
 #include "cuda/common/async_copy.cuh"
@@ -40,61 +40,83 @@ struct FmaShape {
   static constexpr int kStageK = kFmaWarps * kWarpK;
 };
 
-// A thread's way through a weight: its part of each stage, of one strip after another.
+// A warp's way through a weight: its part of each stage, of one strip after another. Lanes copy neighbouring pieces of
+// memory, and multiply others (`load`).
 template <Layout kLayout, int kColumnLanes>
 class FmaStream {
   using Shape = FmaShape<kColumnLanes>;
+  static constexpr bool kIsKN = kLayout == Layout::kColMajorKN;
+  // 16-byte pieces of a line, which is of k of a weight [K, N], else a column; and lines that a warp copies at a time.
+  static constexpr int kLinePieces = kIsKN ? kColumnLanes : kWarpSize / kColumnLanes, kLines = kWarpSize / kLinePieces;
 
  public:
   // `outputs`: columns of the weight; `columns`: of K.
-  __device__ FmaStream(const FmaLayer& layer, int strip, int k, int place, int outputs, int columns)
-      : layer_(layer), outputs_(outputs), columns_(columns), k_(k) {
-    const int width = layer.is_gated ? Shape::kColumns / 2 : Shape::kColumns;
-    const bool is_gate = place >= width;
-    place_ = is_gate ? place - width : place;
-    column_ = strip * width + place_;
-    const float* const weight = layer.weights[is_gate ? 1 : blockIdx.y];
-    from_ = weight + (kLayout == Layout::kColMajorKN ? offset(k) + column_ : offset(column_) + k);
+  __device__ FmaStream(const FmaLayer& layer, int strip, int outputs, int columns)
+      : layer_(layer), outputs_(outputs), columns_(columns), width_(layer.is_gated ? Shape::kColumns / 2 : Shape::kColumns) {
+    const int place = kIsKN ? piece() * kFmaTile : line(0);  // of the strip
+    const bool is_gate = place >= width_;
+    k_ = warp() * Shape::kWarpK + (kIsKN ? line(0) : piece() * kFmaTile);
+    first_column_ = strip * width_;
+    column_ = first_column_ + (is_gate ? place - width_ : place);
+    from_ = layer.weights[is_gate ? 1 : blockIdx.y] + (kIsKN ? offset(k_) + column_ : offset(column_) + k_);
+    to_gate_ = layer.is_gated && !kIsKN ? layer.weights[1] - layer.weights[0] - offset(width_) : 0;
   }
 
-  // Starts the copies of the thread's part of the next stage; a group of none at the end.
+  // Starts the copies of the next stage; groups of none at the end.
   __device__ void fetch(char* stage) {
-    if (column_ - place_ < outputs_) {  // there is such a strip
+    if (first_column_ < outputs_) {
 #pragma unroll
       for (int i = 0; i < kFmaTile; ++i) {
-        const bool is_column = column_ + (kLayout == Layout::kColMajorKN ? 0 : i) < outputs_;
-        copy_async(stage + place(i), from_ + offset(i), is_column && k_ < columns_);
+        const int further = i * kLines;
+        const bool is_gate = !kIsKN && layer_.is_gated && i >= kFmaTile / 2;
+        const int column = column_ + (kIsKN ? 0 : further) - (is_gate ? width_ : 0), k = k_ + (kIsKN ? further : 0);
+        const float* const from = from_ + offset(further) + (is_gate ? to_gate_ : 0);
+        copy_async(stage + place_of(line(i), piece()), from, column < outputs_ && k < columns_);
       }
       k_ += Shape::kStageK;
       from_ += along_k(Shape::kStageK);
       if (++stage_ == layer_.stages) {
-        const int back = layer_.stages * Shape::kStageK, width = layer_.is_gated ? Shape::kColumns / 2 : Shape::kColumns;
-        const int step = static_cast<int>(gridDim.x);
+        const int back = layer_.stages * Shape::kStageK, columns = static_cast<int>(gridDim.x) * width_;
         stage_ = 0;
         k_ -= back;
-        column_ += step * width;
-        from_ += (kLayout == Layout::kColMajorKN ? static_cast<int64_t>(step) * width : offset(step * width)) - along_k(back);
+        first_column_ += columns, column_ += columns;
+        from_ += (kIsKN ? static_cast<int64_t>(columns) : offset(columns)) - along_k(back);
       }
     }
 #pragma unroll 1
     for (int g = 0; g < layer_.copy_groups; ++g) end_copy_group();
   }
 
-  // The thread's part of a stage: lines of k of a weight [K, N], else columns.
+  // The lane's part of a stage: lines of k of a weight [K, N], else columns.
   static __device__ void load(const char* stage, float4 (&lines)[kFmaTile]) {
+    const int lane = threadIdx.x % kWarpSize, column_lane = lane % kColumnLanes, k_lane = lane / kColumnLanes;
 #pragma unroll
-    for (int i = 0; i < kFmaTile; ++i) lines[i] = *reinterpret_cast<const float4*>(stage + place(i));
+    for (int i = 0; i < kFmaTile; ++i) {
+      const int line = (kIsKN ? k_lane : column_lane) * kFmaTile + i, piece = kIsKN ? column_lane : k_lane;
+      lines[i] = *reinterpret_cast<const float4*>(stage + place_of(line, piece));
+    }
   }
 
  private:
-  static __device__ int place(int i) { return (i * kFmaThreads + static_cast<int>(threadIdx.x)) * kAccessBytes; }
+  static __device__ int warp() { return threadIdx.x / kWarpSize; }
+  static __device__ int piece() { return threadIdx.x % kWarpSize % kLinePieces; }
+  static __device__ int line(int i) { return threadIdx.x % kWarpSize / kLinePieces + i * kLines; }
+  // Swizzled: 8 neighbouring lanes, whose pieces are accessed together, meet no bank twice, in copies or in `load`.
+  static __device__ int place_of(int line, int piece) {
+    constexpr int kTogether = 8 / kColumnLanes;  // pieces of a column, or lines, that `load` reads at a time
+    const int tile = line / kFmaTile;
+    const int place = kIsKN ? (line ^ tile % kTogether) * kLinePieces + piece
+                            : line * kLinePieces + (piece ^ tile % kColumnLanes * kTogether);
+    return (warp() * kFmaTile * kWarpSize + place) * kAccessBytes;
+  }
   __device__ int64_t offset(int lines) const { return static_cast<int64_t>(lines) * layer_.weight_stride; }
-  __device__ int64_t along_k(int k) const { return kLayout == Layout::kColMajorKN ? offset(k) : k; }
+  __device__ int64_t along_k(int k) const { return kIsKN ? offset(k) : k; }
 
   const FmaLayer& layer_;
-  const int outputs_, columns_;
-  int k_, column_, place_, stage_ = 0;
+  const int outputs_, columns_, width_;
+  int k_, first_column_, column_, stage_ = 0;
   const float* from_;
+  int64_t to_gate_;  // of the same place in the strip
 };
 
 // Adds up kCount values over lanes kDistance and further apart. Each lane keeps the sums of a part of the values: those
@@ -120,19 +142,46 @@ __device__ inline void sum_over_lanes(float* values, int& first, bool& is_owner)
   }
 }
 
-// The sum over the threads of a row: a warp, or kTeamWarps neighbouring ones, which meet. `scratch`: [kFmaWarps].
-template <int kTeamWarps>
-__device__ inline float sum_over_team(float value, float* scratch) {
-  value = warp_reduce<Sum>(value);
-  if constexpr (kTeamWarps > 1) {
-    const int warp = threadIdx.x / kWarpSize;
-    if (threadIdx.x % kWarpSize == 0) scratch[warp] = value;
-    __syncthreads();
-    value = 0.f;
-#pragma unroll
-    for (int w = 0; w < kTeamWarps; ++w) value += scratch[warp / kTeamWarps * kTeamWarps + w];
+// Of a row: sums of its values and of their squares; or, behind a norm, what is subtracted and multiplied.
+struct RowSums {
+  float sum = 0.f, squares = 0.f;
+
+  __device__ void add(const float4& x) {
+    sum += (x.x + x.y) + (x.z + x.w);
+    squares = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, fmaf(x.w, x.w, squares))));
   }
-  return value;
+  __device__ void add(const RowSums& others) { sum += others.sum, squares += others.squares; }
+  __device__ void add_lanes() {
+#pragma unroll
+    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+      add(RowSums{__shfl_xor_sync(kFullWarp, sum, distance), __shfl_xor_sync(kFullWarp, squares, distance)});
+    }
+  }
+};
+
+// Mean and 1 / deviation of a row of `columns` values, four of which `row(k)` gives; an RMS norm subtracts no mean. By all
+// lanes of a warp.
+template <typename Row>
+__device__ inline RowSums normalisation_of(const RowSums& all, Row row, int columns, const FmaLayer& layer) {
+  const float count = static_cast<float>(layer.in_features), mean = layer.is_layer_norm ? all.sum / count : 0.f;
+  float variance = all.squares / count - mean * mean;
+  // Squares from zero lose what their mean exceeds the variance by: of rows far from zero, deviations are added up.
+  if (!(variance >= mean * mean)) {
+    RowSums deviations;
+#pragma unroll 1
+    for (int k = threadIdx.x % kWarpSize * kFmaTile; k < columns; k += kWarpSize * kFmaTile) {
+      const float4 x = row(k);
+      deviations.add(float4{x.x - mean, x.y - mean, x.z - mean, x.w - mean});
+    }
+    deviations.add_lanes();
+    variance = deviations.squares / count;
+  }
+  return {mean, rsqrtf(variance + layer.eps)};
+}
+
+__device__ inline float4 normalised(const float4& x, const RowSums& norm, const float4& scale, const float4& shift) {
+  const auto of = [&](float x, float scale, float shift) { return fmaf((x - norm.sum) * norm.squares, scale, shift); };
+  return {of(x.x, scale.x, shift.x), of(x.y, scale.y, shift.y), of(x.z, scale.z, shift.z), of(x.w, scale.w, shift.w)};
 }
 
 __device__ inline float4 operator+(const float4& a, const float4& b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
@@ -170,11 +219,11 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
 
   let_successor_start();
   int strip = static_cast<int>(blockIdx.x);
-  FmaStream<kLayout, kColumnLanes> weight(layer, strip, own_k, own_place, outputs, columns);
+  FmaStream<kLayout, kColumnLanes> weight(layer, strip, outputs, columns);
 #pragma unroll 1
-  for (int k = threadIdx.x * kFmaTile; kNorm && k < columns; k += kFmaThreads * kFmaTile) {
-    if (layer.norm_weight != nullptr) copy_async(scale + k, layer.norm_weight + k, true);
-    if (layer.norm_bias != nullptr) copy_async(shift + k, layer.norm_bias + k, true);
+  for (int k = threadIdx.x * kFmaTile; kNorm && k < held; k += kFmaThreads * kFmaTile) {
+    copy_async(scale + k, layer.norm_weight + k, layer.norm_weight != nullptr && k < columns);
+    copy_async(shift + k, layer.norm_bias + k, layer.norm_bias != nullptr && k < columns);
   }
   end_copy_group();
 #pragma unroll 1
@@ -212,66 +261,72 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
   RulesInForce rules;
   if (kNorm && layer.rules.of_tokens != nullptr) rules = RulesInForce(layer.rules, *layer.sequence_length);
   constexpr int kTeamWarps = kRows < kFmaWarps ? kFmaWarps / kRows : 1;
+  constexpr int kStep = kTeamWarps * kWarpSize * kFmaTile;
+  // TUNED: measurement not recorded; `fuseopt bench kernels --model gpt2` measures it.
+  constexpr int kLoads = 8 / kTeamWarps > 2 ? 8 / kTeamWarps : 2;  // of a lane, on the way at a time
+
+  const int member_k = (warp % kTeamWarps * kWarpSize + lane) * kFmaTile;
 #pragma unroll 1
   for (int r = warp / kTeamWarps; r < kRows; r += kFmaWarps) {
-    // TUNED: measurement not recorded; `fuseopt bench kernels --model gpt2` measures it.
-    constexpr int kLoads = 4;  // on the way at a time
-
-    constexpr int kStep = kTeamWarps * kWarpSize * kFmaTile;
-    const int member_k = (warp % kTeamWarps * kWarpSize + lane) * kFmaTile;
     const int64_t at = static_cast<int64_t>(r) * layer.in_features + first_k;
     const float* const from = static_cast<const float*>(layer.input) + at;
+    const float* const partials = kNorm ? layer.split_k_partials : nullptr;
+    const auto loaded = [&](int k) { return __ldcg(reinterpret_cast<const float4*>(from + k)); };
+    const auto with_partials = [&](const float4& value, int k) {
+      const auto partial = [&](int a) {
+        return __ldcg(reinterpret_cast<const float4*>(partials + a * static_cast<int64_t>(rows) * layer.in_features + at + k));
+      };
+      return partials == nullptr ? value : partial(0) + partial(1) + value;
+    };
     float* const row = x + r * held;
     const int there = r < rows ? columns : 0;
-    float sum = 0.f;
+    float4 values[kLoads];
+    RowSums sums;
 #pragma unroll 1
     for (int first = member_k; first < held; first += kLoads * kStep) {
-      float4 values[kLoads];
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         values[i] = {};
-        if (first + i * kStep < there) values[i] = __ldcg(reinterpret_cast<const float4*>(from + first + i * kStep));
+        if (first + i * kStep < there) values[i] = loaded(first + i * kStep);
       }
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         const int k = first + i * kStep;
-        if (kNorm && layer.split_k_partials != nullptr && k < there) {
-          const float* const partials = layer.split_k_partials + at + k;
-          const int64_t apart = static_cast<int64_t>(rows) * layer.in_features;
-          values[i] = __ldcg(reinterpret_cast<const float4*>(partials)) +
-                      __ldcg(reinterpret_cast<const float4*>(partials + apart)) + values[i];
+        if (partials != nullptr && k < there) {
+          values[i] = with_partials(values[i], k);
           if (layer.sum != nullptr && blockIdx.x == 0) *reinterpret_cast<float4*>(layer.sum + at + k) = values[i];
         }
         if (k < held) *reinterpret_cast<float4*>(row + k) = values[i];
-        sum += values[i].x + values[i].y + (values[i].z + values[i].w);
+        if constexpr (kNorm) sums.add(values[i]);
       }
     }
     if constexpr (kNorm) {
-      float* const teams = x + places.teams;
-      const float count = static_cast<float>(columns);
-      const float mean = layer.is_layer_norm ? sum_over_team<kTeamWarps>(sum, teams) / count : 0.f;
-      float squares = 0.f;
-#pragma unroll 1
-      for (int k = member_k; k < columns; k += kStep) {
-        const auto& values = *reinterpret_cast<const Vector<float>*>(row + k);
-#pragma unroll
-        for (int i = 0; i < kFmaTile; ++i) squares = fmaf(values[i] - mean, values[i] - mean, squares);
-      }
-      const float rstd = rsqrtf(sum_over_team<kTeamWarps>(squares, teams + kFmaWarps) / count + layer.eps);
+      auto* const teams = reinterpret_cast<RowSums*>(x + places.teams);
+      sums.add_lanes();
+      if (kTeamWarps > 1 && lane == 0) teams[warp] = sums;
       if (r < kFmaWarps) {
         await_copy_groups<kFmaStages>();
-        __syncthreads();  // scale and shift are there
+        __syncthreads();  // scale and shift are there, and the team's rows and sums
       }
-      const float more = layer.adds_one ? 1.f : 0.f;
-#pragma unroll 1
-      for (int k = member_k; k < columns; k += kStep) {
-        auto& values = *reinterpret_cast<Vector<float>*>(row + k);
+      if constexpr (kTeamWarps > 1) {
+        sums = {};
 #pragma unroll
-        for (int i = 0; i < kFmaTile; ++i) {
-          float value = (values[i] - mean) * rstd;
-          if (layer.norm_weight != nullptr) value *= scale[k + i] + more;
-          if (layer.norm_bias != nullptr) value += shift[k + i];
-          values.values[i] = value;
+        for (int w = 0; w < kTeamWarps; ++w) sums.add(teams[warp / kTeamWarps * kTeamWarps + w]);
+      }
+      const auto again = [&](int k) { return with_partials(loaded(k), k); };
+      const RowSums norm = normalisation_of(sums, again, r < rows ? columns : 0, layer);
+      const float more = layer.norm_weight == nullptr || layer.adds_one ? 1.f : 0.f;
+      const bool are_loaded = held <= kLoads * kStep;
+#pragma unroll 1
+      for (int first = member_k; first < columns; first += kLoads * kStep) {
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+          const int k = first + i * kStep;
+          if (k >= columns) continue;
+          if (!are_loaded) values[i] = *reinterpret_cast<const float4*>(row + k);
+          float4 factor = *reinterpret_cast<const float4*>(scale + k);
+          factor = {factor.x + more, factor.y + more, factor.z + more, factor.w + more};
+          *reinterpret_cast<float4*>(row + k) = normalised(values[i], norm, factor, *reinterpret_cast<const float4*>(shift + k));
         }
       }
     }
@@ -288,6 +343,7 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
 #pragma unroll 1
     for (int s = 0; s < layer.stages; ++s) {
       await_copy_groups<kFmaStages - 1>();
+      __syncwarp();
       float4 lines[kFmaTile];
       weight.load(stage, lines);
       const auto& w = reinterpret_cast<const float(&)[kFmaTile][kFmaTile]>(lines);
@@ -303,6 +359,7 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
           }
         }
       }
+      __syncwarp();
       weight.fetch(stage);
       own_x += Shape::kStageK;
       stage = stage + kFmaStageBytes < end_of_ring ? stage + kFmaStageBytes : shared;
