@@ -92,15 +92,10 @@ def plan_l2_prefetch(layers: Sequence[Linear], head: Linear) -> None:
     head reads more than the L2 cache holds; at its end it prefetches the weights of the next step's first layer.
     """
     for layer, following, later in zip(layers, [*layers[1:], head], [*layers[2:], head, head], strict=True):
-        layer.prefetch = _of_one_size(later.weights)
+        layer.prefetch = later.weights
         if _skips_prefetch(layer):
             layer.prefetch = _first_part(following.weights[0]) if _skips_prefetch(following) else ()
-    head.prefetch = _of_one_size(layers[0].weights)
-
-
-def _of_one_size(weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The first weight and those of its size, as the kernels prefetch no others: of grouped heads, the queries'."""
-    return tuple(weight for weight in weights if weight.numel() == weights[0].numel())
+    head.prefetch = layers[0].weights
 
 
 def _skips_prefetch(layer: Linear) -> bool:

@@ -53,7 +53,7 @@ def opt(**config: object) -> nn.Module:
 
 def scaled(rope_type: str, **parameters: float) -> Callable[[], nn.Module]:
     """A Llama whose rotary embedding is scaled."""
-    rotary = {"rope_type": rope_type, "rope_theta": 1e4, **parameters}
+    rotary = {"rope_type": rope_type, "rope_theta": 1e4, "original_max_position_embeddings": 16, **parameters}
     return partial(grouped, "llama", rope_parameters=rotary)
 
 
