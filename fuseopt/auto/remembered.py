@@ -25,6 +25,7 @@ from fuseopt.runtime import measured_files
 
 # Keys of a config of transformers that do not change what is computed.
 _IRRELEVANT = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
+_IRRELEVANT |= {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 def load(model: nn.Module, work: str) -> Measurements | None:
@@ -79,7 +80,7 @@ def _name(model: nn.Module) -> str:
 def _described(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules():
         yield f"{path} {full_name(type(module))} {has_hooks(module)}"
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         yield f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.device.type} {parameter.requires_grad}"
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):

@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuseopt.build import toolchain
-from fuseopt.ops.decode.linear import is_fast
+from fuseopt.ops.decode.linear import FEW_ROWS, is_fast
 
 FOLDER = toolchain.CSRC / "cuda" / "decode" / "linear"
 HERE = Path(__file__).parent
@@ -94,9 +94,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "launches"
 
 
-def launches(program: Path, device: str, cases: Sequence[tuple[int, ...]]) -> list[str]:
+def launches(program: Path, device: str, cases: Sequence[tuple[int, ...]], *, is_float32: bool = False) -> list[str]:
     lines = "".join(" ".join(map(str, case)) + "\n" for case in cases)
-    command = [str(program), *map(str, DEVICES[device])]
+    command = [str(program), *map(str, DEVICES[device]), str(int(is_float32))]
     return subprocess.run(command, input=lines, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
@@ -139,6 +139,23 @@ def test_the_table_says_which_kernel_takes_a_layer(program: Path, device: str, m
     section = re.search(rf"(?ms)^### {device}.*?\n(\| model .*?)\n(?:\n|\Z)", text)
     assert section is not None
     assert section[1].splitlines()[2:] == table(program, device)
+
+
+def test_the_table_says_which_kernel_takes_a_layer_of_float32(program: Path) -> None:
+    """A norm runs before with more than `FEW_ROWS` rows if it is a LayerNorm, a gate after."""
+    lines = []
+    for model in ("GPT-2", "GPT-2 XL", "T5-base"):
+        for role, layer in MODELS[model].items():
+            k, n, weights, others, is_kn, norm, *_ = layer
+            apart = (k, n, weights, others, is_kn, NO_NORM if norm == LAYER_NORM else norm, IDENTITY, 0, 0)
+            cases = [(*(layer if rows <= FEW_ROWS else apart), rows) for rows in ROWS]
+            found = map(kernel_of, launches(program, "H200", cases, is_float32=True))
+            taken = ["BLAS" if rows > FEW_ROWS and n % 8 else kernel for rows, kernel in zip(ROWS, found, strict=True)]
+            lines.append(f"| {model} | {role} | {'[K, N]' if is_kn else '[N, K]'} | {' | '.join(taken)} |")
+    text = (FOLDER / "README.md").read_text()
+    section = re.search(r"(?ms)^### float32.*?\n(\| model .*?)\n(?:\n|\Z)", text)
+    assert section is not None
+    assert section[1].splitlines()[2:] == lines
 
 
 def test_shapes_of_launches(program: Path) -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fuseopt import ops
 from fuseopt.modules.base import full_name, source_class
 from fuseopt.ops import registry
-from fuseopt.ops.decode.linear import ACTIVATIONS, NORMS, is_fast
+from fuseopt.ops.decode.linear import ACTIVATIONS, FEW_ROWS, NORMS, is_fast
 from fuseopt.tuning import multiprocessors, tuned
 
 # A name in `ACTIVATIONS`, or a module that is called.
@@ -189,7 +189,7 @@ def linear(
     if norm is not None and _normalises_before(input, layer, norm):
         input, norm = normalised(input, norm), None
     of_norm = norm.of_op if norm is not None else {}
-    if takes_kernel(input, layer, residual, of_norm.get("norm")) and not callable(activation):
+    if takes_kernel(input, layer, residual, of_norm.get("norm"), gated) and not callable(activation):
         return ops.decode_linear(
             input,
             layer.weights,
@@ -214,12 +214,20 @@ def _normalises_before(input: Tensor, layer: Linear, norm: Norm) -> bool:
     if input.is_cpu:
         # For the reason that `normalised` gives.
         return norm.kind == "layer_norm"
+    if norm.kind == "layer_norm" and input.dtype is torch.float32 and len(input) > FEW_ROWS:
+        return True  # its kernel for more rows has no LayerNorm
     return len(layer.weights) == 1 and len(input) > tuned("decode_linear_max_rows_to_normalise", input.device)
 
 
-def takes_kernel(input: Tensor, layer: Linear, residual: Tensor | None = None, norm: str | None = None) -> bool:
+def takes_kernel(
+    input: Tensor,
+    layer: Linear,
+    residual: Tensor | None = None,
+    norm: str | None = None,
+    gated: bool = False,
+) -> bool:
     """Whether `linear` runs on `ops.decode_linear`; it never does if the activation is a module."""
-    return has_kernel("decode_linear", layer.weights[0]) and is_fast(input, layer.weights, residual, norm)
+    return has_kernel("decode_linear", layer.weights[0]) and is_fast(input, layer.weights, residual, norm, gated)
 
 
 def _by_library(
@@ -237,7 +245,9 @@ def _by_library(
         output = torch._addmm_activation(bias, input, weight.T, use_gelu=is_gelu)
     else:
         output = _products(input, layer)
-        if gated:
+        if gated and output.is_cuda and isinstance(activation, str):
+            output = ops.gated_activation(output[:, : len(weight)], output[:, len(weight) :], activation)
+        elif gated:
             output = _activated(output[:, : len(weight)], activation) * output[:, len(weight) :]
         else:
             output = _activated(output, activation)
@@ -255,6 +265,8 @@ def _products(input: Tensor, layer: Linear) -> Tensor:
 
     cuBLAS takes several times as long if N is odd, as GPT-2's vocabulary is: the last few columns are a second product.
     """
+    if takes_kernel(input, layer):
+        return ops.decode_linear(input, layer.weights, layer.biases or None, pdl=True, prefetch=layer.prefetch)
     widths = [len(weight) for weight in layer.weights]
     biases = layer.biases or (None,) * len(widths)
     step = 8 if input.is_cuda else 1

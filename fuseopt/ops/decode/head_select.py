@@ -75,8 +75,9 @@ def decode_head_select_(
 ) -> None:
     """Bitwise the same as `decode_select_(decode_linear(input, weight, norm=norm, ...), tokens, ids, ...)`.
 
-    Saves the launch that searches the scores if the linear layer's CUDA kernel streams a large 16-bit weight after a
-    norm, with at most 8 rows, and edits are token rules only. The kernel's blocks then keep their highest scores.
+    Saves the launch that searches the scores if edits are token rules only and the linear layer's CUDA kernel streams
+    its weight after a norm: a large 16-bit weight with at most 8 rows, or a float32 weight. The kernel's blocks then
+    keep their highest scores.
 
     For more than `FEW_ROWS` rows it calls those two ops.
 

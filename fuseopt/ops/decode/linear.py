@@ -30,6 +30,7 @@ MAX_ROWS = 256
 _HALVES = (torch.float16, torch.bfloat16)
 # Longest K of the many-rows kernel: with a norm, which one block computes, and without, in a cluster.
 _LONGEST_NORMALISED, _LONGEST = 1536, 6144
+_TILES_SHARED_BYTES = 208 * 1024
 
 NORMS = ("layer_norm", "rms_norm", "gemma_rms_norm")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -167,12 +168,18 @@ def check_layer(
         check_shape("residual", residual, torch.Size((*input.shape[:-1], out_columns(weights, gated))))
 
 
-def is_fast(input: Tensor, weights: Sequence[Tensor], residual: Tensor | None = None, norm: str | None = None) -> bool:
+def is_fast(
+    input: Tensor,
+    weights: Sequence[Tensor],
+    residual: Tensor | None = None,
+    norm: str | None = None,
+    gated: bool = False,
+) -> bool:
     """True if the kernels are faster than the BLAS library plus a launch for each neighbouring operation.
 
-    On a CPU that is so up to `FEW_ROWS_ON_CPU` rows. With more than `FEW_ROWS` rows on a GPU it takes 16-bit tensors,
-    sm_90 or newer, and no more work than `decode_linear_max_work` (of a long K `decode_linear_max_long_work`) in
-    `fuseopt/tuning`.
+    On a CPU that is so up to `FEW_ROWS_ON_CPU` rows. With more than `FEW_ROWS` rows on a GPU it takes one dtype and
+    sm_90 or newer. With 16 bits it takes no more work than `decode_linear_max_work` (of a long K
+    `decode_linear_max_long_work`) in `fuseopt/tuning`; with float32, no LayerNorm and no gate.
 
     Args:
         input: [..., K].
@@ -183,18 +190,28 @@ def is_fast(input: Tensor, weights: Sequence[Tensor], residual: Tensor | None = 
         return True
     if not (
         rows <= MAX_ROWS
-        and input.dtype in _HALVES
+        and input.dtype in (*_HALVES, torch.float32)
         and all(tensor.dtype is input.dtype for tensor in (weights[0], residual) if tensor is not None)
         and outputs % 8 == columns % 8 == 0
         and all(len(weight) == outputs for weight in weights)
-        and columns <= (_LONGEST if norm is None else _LONGEST_NORMALISED)
         and input.is_cuda
+        and (norm is None or columns <= _LONGEST_NORMALISED)
     ):
+        return False
+    if input.dtype is torch.float32:
+        return norm != "layer_norm" and not gated and _has_tiles(input.device)
+    if norm is None and columns > _LONGEST:
         return False
     is_long = norm is None and len(weights) == 1 and columns >= 2 * outputs
     capability = torch.cuda.get_device_capability(input.device)
     most_work = table_of(capability[0])["decode_linear_max_long_work" if is_long else "decode_linear_max_work"]
     return capability >= (9, 0) and rows * outputs * columns <= most_work
+
+
+def _has_tiles(device: torch.device) -> bool:
+    """Whether a GPU has what csrc/cuda/decode/linear/tiles.cuh takes: clusters and enough shared memory."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major >= 9 and properties.shared_memory_per_block_optin >= _TILES_SHARED_BYTES
 
 
 def decode_linear_reference(
@@ -281,7 +298,7 @@ def decode_linear(
         if backend not in ("auto", "reference"):
             raise BackendError(f"decode_linear: {backend!r} takes {MAX_ROWS} rows at most, not {rows}; use F.linear")
         chosen = "reference"
-    elif backend == "auto" and not is_fast(input, weights, residual, norm):
+    elif backend == "auto" and not is_fast(input, weights, residual, norm, gated):
         chosen = "reference"
     else:
         chosen = registry.pick_without_gradient(

@@ -219,26 +219,30 @@ cudaError_t launch_as(const DecodeLinear& layer, cudaStream_t stream) {
   return error;
 }
 
-// On the tensor cores, where the arguments suit them.
+// By the kernels for T, where the arguments suit them.
 template <typename T>
-bool launch_16_bit(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error) {
-  return launch_decode_linear_few_rows<T>(layer, stream, error) || launch_decode_linear_tiles<T>(layer, stream, error) ||
-         launch_decode_linear_many_rows<T>(layer, stream, error);
+bool launch_fast(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error) {
+  if (launch_decode_linear_few_rows<T>(layer, stream, error) || launch_decode_linear_tiles<T>(layer, stream, error)) return true;
+  if constexpr (sizeof(T) == sizeof(uint16_t)) return launch_decode_linear_many_rows<T>(layer, stream, error);
+  else return false;
 }
 
 }  // namespace
 
 extern "C" int64_t fuseopt_decode_linear_parts(DecodeLinear layer) {
+  if (layer.weight_dtype == kFloat32) return decode_linear_parts<float>(layer);
   if (layer.weight_dtype == kFloat16) return decode_linear_parts<__half>(layer);
   return layer.weight_dtype == kBFloat16 ? decode_linear_parts<__nv_bfloat16>(layer) : 0;
 }
 
 extern "C" bool fuseopt_emits_partials(DecodeLinear layer) {
+  if (layer.weight_dtype == kFloat32) return emits_partials<float>(layer);
   if (layer.weight_dtype == kFloat16) return emits_partials<__half>(layer);
   return layer.weight_dtype == kBFloat16 && emits_partials<__nv_bfloat16>(layer);
 }
 
 extern "C" bool fuseopt_accepts_partials(DecodeLinear layer) {
+  if (layer.weight_dtype == kFloat32) return accepts_partials<float>(layer);
   if (layer.weight_dtype == kFloat16) return accepts_partials<__half>(layer);
   return layer.weight_dtype == kBFloat16 && accepts_partials<__nv_bfloat16>(layer);
 }
@@ -246,8 +250,9 @@ extern "C" bool fuseopt_accepts_partials(DecodeLinear layer) {
 extern "C" cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t stream) {
   if (layer.rows == 0 || layer.out_features == 0) return cudaSuccess;
   cudaError_t error = cudaSuccess;
-  if (layer.weight_dtype == kFloat16 && launch_16_bit<__half>(layer, stream, error)) return error;
-  if (layer.weight_dtype == kBFloat16 && launch_16_bit<__nv_bfloat16>(layer, stream, error)) return error;
+  if (layer.weight_dtype == kFloat16 && launch_fast<__half>(layer, stream, error)) return error;
+  if (layer.weight_dtype == kBFloat16 && launch_fast<__nv_bfloat16>(layer, stream, error)) return error;
+  if (layer.weight_dtype == kFloat32 && launch_fast<float>(layer, stream, error)) return error;
   switch (static_cast<DType>(layer.weight_dtype)) {
     case kFloat16: return launch_as<__half>(layer, stream);
     case kBFloat16: return launch_as<__nv_bfloat16>(layer, stream);
