@@ -22,9 +22,10 @@ import torch
 from torch import nn
 
 from fuseopt.errors import ApplyError, BackendError, printable
+from fuseopt.model_index import Site
 from fuseopt.modules.base import RECORD, FusedModule
 from fuseopt.ops import registry
-from fuseopt.plan import Plan, Site
+from fuseopt.plan import Plan
 from fuseopt.report import Decoding, LateStrict, Report, Reporting
 from fuseopt.runtime.references import Reference
 
@@ -155,6 +156,13 @@ def put(model: nn.Module, wanted: Applied | None, stacklevel: int = 3) -> None:
             "after fuseopt.initialize. To get the original back, set it yourself",
             stacklevel=stacklevel,
         )
+
+
+def forget_calls(record: Applied) -> None:
+    """Empties the records of `generate()` calls that were made under `record`."""
+    for change in record.changes:
+        if isinstance(change.after, Decoding):
+            change.after.calls.clear()
 
 
 def be_strict(model: nn.Module, strict: bool) -> None:

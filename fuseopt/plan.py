@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from fuseopt.build import loader
 from fuseopt.config import Config, KernelFusion
 from fuseopt.errors import PlanError, printable
-from fuseopt.models import ModelPolicy, full_name, policy_for
-from fuseopt.module_paths import ModulePaths
-from fuseopt.modules.base import fused_class, has_hooks, is_drop_in
-from fuseopt.ops import backends
+from fuseopt.model_index import ModelIndex, Site
+from fuseopt.models import ModelPolicy, policy_for
+from fuseopt.modules.base import fused_class, is_drop_in
 from fuseopt.report import NOTHING, to_json_types
 from fuseopt.tables import Row, Tabled
-
-
-@dataclass(frozen=True)
-class Site:
-    """A settable attribute of a module: `name` of `owner`; `path` is its full name from the model's root."""
-
-    owner: nn.Module
-    name: str
-    path: str
-
-    @property
-    def key(self) -> tuple[int, str]:
-        return id(self.owner), self.name
-
-    @property
-    def module_path(self) -> str:
-        """Path of the module that is replaced, or whose attribute is set; "" for the model itself."""
-        return self.path if self.name in self.owner._modules else self.path.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -105,82 +83,11 @@ class Skip:
     reason: str
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A module, all of its sites, and the `only` and `exclude` of the config. The model itself has no sites."""
-
-    module: nn.Module
-    sites: tuple[Site, ...]
-    paths: ModulePaths
-
-    @property
-    def class_name(self) -> str:
-        return type(self.module).__name__
-
-    @functools.cached_property
-    def lineage(self) -> tuple[str, ...]:
-        """The full names of the module's class and of its bases."""
-        return tuple(map(full_name, type(self.module).__mro__))
-
-    def is_exactly(self, source: str) -> bool:
-        return self.lineage[0] == source
-
-    def blocked_reasons(self) -> list[str]:
-        """Why this module must not be replaced by anything."""
-        hooks = ["it carries hooks, which expect the module they were registered on"] if has_hooks(self.module) else []
-        return hooks + self.forward_blocked_reasons()
-
-    def forward_blocked_reasons(self) -> list[str]:
-        """Why its `forward` must not be replaced. Hooks are no obstacle: they run around a forward, stock or fused."""
-        replaced = ["its forward has been replaced on the instance"] if "forward" in self.module.__dict__ else []
-        return replaced + self.left_out_reasons()
-
-    def left_out_reasons(self) -> list[str]:
-        """Why the config does not let it be replaced."""
-        reason = self.paths.left_out_reason([site.path for site in self.sites] or [""])
-        return [] if reason is None else [reason]
-
-
-class ModelIndex:
-    """All candidates of a model, and the devices and dtype that a backend is chosen for. Made in one walk.
-
-    A model without parameters and buffers runs on its input's device, so `devices` is then every device of the machine.
-    """
-
-    def __init__(self, model: nn.Module, paths: ModulePaths) -> None:
-        self.model, self.root = model, Candidate(model, (), paths)
-        tensors = list(itertools.chain(model.parameters(), model.buffers()))
-        assumed = backends.assumed_gpu()
-        if assumed is not None:
-            self.devices: tuple[torch.device, ...] = (assumed,)
-        else:
-            self.devices = (tensors[0].device,) if tensors else _devices_of_machine()
-        self.dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.get_default_dtype())
-        self.candidates = list(_candidates(model, paths))
-        self._by_id = {id(candidate.module): candidate for candidate in self.candidates}
-        self._by_class: dict[str, list[Candidate]] = {}
-        for candidate in self.candidates:
-            for name in candidate.lineage:
-                self._by_class.setdefault(name, []).append(candidate)
-
-    def candidate(self, module: nn.Module) -> Candidate:
-        return self._by_id[id(module)]
-
-    def of_class(self, source: str) -> list[Candidate]:
-        """The candidates of the class with that full name, and of its subclasses."""
-        return self._by_class.get(source, [])
-
-
 _OF_WHOLE_MODELS = {
     "FusedGenerate": "generate() by the decode loop",
     "TrainingForward": "training steps compiled",
 }
 """Target that is set on the model itself -> what a summary says of it."""
-
-
-def _devices_of_machine() -> tuple[torch.device, ...]:
-    names = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    return tuple(map(torch.device, names))
 
 
 class Strategy(Protocol):
@@ -203,7 +110,8 @@ class Strategy(Protocol):
 class Plan(Tabled):
     """Everything that `initialize` would do to one model: `print(plan)`, `to_dict()`, `to_json()`, `to_html()`.
 
-    `fallbacks` are messages about what was asked for by name and will not run on the backend asked for.
+    `fallbacks` are messages about what was asked for by name and will not run on the backend asked for. `expected` has
+    a line for each kind of call whose gain by this config `initialize(model, "auto")` has measured on this machine.
     """
 
     model_class: str
@@ -215,6 +123,7 @@ class Plan(Tabled):
     unmet: tuple[str, ...] = ()
     fallbacks: tuple[str, ...] = ()
     summary: str = NOTHING
+    expected: tuple[str, ...] = field(default=(), compare=False)
     verbose: bool = field(default=False, compare=False)
 
     @property
@@ -235,7 +144,7 @@ class Plan(Tabled):
         return f"plan for {self.title}"
 
     def to_dict(self) -> dict[str, Any]:
-        return to_json_types(self.title, self, self.config)
+        return {**to_json_types(self.title, self, self.config), "expected": list(self.expected)}
 
     def check_strict(self) -> None:
         """Raises PlanError if something asked for by name will not be done, or not by the backend asked for.
@@ -310,20 +219,6 @@ def build_plan(model: nn.Module, config: Config, strategies: Sequence[Strategy])
         fallbacks=tuple(_fallbacks(config, preset, of_preset, replacements)),
         summary=_summary(index, replacements),
     )
-
-
-def _candidates(model: nn.Module, paths: ModulePaths) -> Iterator[Candidate]:
-    modules: dict[int, nn.Module] = {}
-    sites: dict[int, list[Site]] = defaultdict(list)
-    # Each module is visited once, even if it has several names: shared modules nested `depth` deep have 2 ** depth.
-    for path, module in model.named_modules():
-        modules[id(module)] = module
-        for name, child in module._modules.items():
-            if child is not None:
-                sites[id(child)].append(Site(module, name, f"{path}.{name}" if path else name))
-    for identity, module in modules.items():
-        if module is not model:
-            yield Candidate(module, tuple(sites[identity]), paths)
 
 
 def _kept(index: ModelIndex, claimed: dict[tuple[int, str], Replacement]) -> dict[str, int]:

@@ -2,13 +2,14 @@ import contextlib
 import gc
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
 
+from fuseopt import tuning
 from fuseopt.build import library_cache, loader
 
 # The same examples in every run of CI, so that what fails there can be repeated; fresh ones everywhere else.
@@ -42,6 +43,17 @@ def each_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     device = torch.device(request.param)
     with contextlib.nullcontext() if device.type == "cpu" else device:
         yield device
+
+
+@pytest.fixture
+def set_tuned(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """Sets one of the measured numbers for every GPU, as Python reads them."""
+
+    def set_everywhere(name: str, value: int) -> None:
+        for table in tuning._TABLES.values():
+            monkeypatch.setitem(table, name, value)
+
+    return set_everywhere
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -99,16 +111,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out `interpreter` tests unless TRITON_INTERPRET=1, and skip GPU tests where there are too few GPUs."""
     interpreting = os.environ.get("TRITON_INTERPRET") == "1"
     gpus = torch.cuda.device_count()
-    left_out = []
+    kept, left_out = [], []
     for item in items:
-        if item.get_closest_marker("interpreter") and not interpreting:
-            left_out.append(item)
+        (left_out if item.get_closest_marker("interpreter") and not interpreting else kept).append(item)
         for marker, needed in (("gpu", 1), ("multigpu", 2)):
             if item.get_closest_marker(marker) and gpus < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} NVIDIA GPU(s), found {gpus}"))
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        items[:] = kept
 
 
 @pytest.fixture

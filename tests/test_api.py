@@ -1,7 +1,6 @@
 """initialize, plan, report, restore and fused: what they promise to do, and to leave alone."""
 
 import copy
-import importlib
 import io
 import json
 import pickle
@@ -13,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2LMHead
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 import fuseopt
-from fuseopt import apply
+from fuseopt import apply, model_index
 from fuseopt.errors import ApplyError, ConfigError, NotAModelError, PlanError
 from fuseopt.modules import FusedGELU, FusedLayerNorm, FusedMLP, FusedRMSNorm
 from fuseopt.modules.base import fused_class
@@ -400,7 +399,7 @@ def test_a_model_without_tensors_runs_wherever_its_input_is():
 
 def test_a_model_without_tensors_names_no_backend_where_devices_differ(monkeypatch):
     monkeypatch.setattr(
-        importlib.import_module("fuseopt.plan"),
+        model_index,
         "_devices_of_machine",
         lambda: (torch.device("cpu"), torch.device("xpu")),
     )
@@ -410,7 +409,7 @@ def test_a_model_without_tensors_names_no_backend_where_devices_differ(monkeypat
 
 
 def test_a_model_with_buffers_alone_is_planned_for_their_device(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("fuseopt.plan"), "_devices_of_machine", pytest.fail)
+    monkeypatch.setattr(model_index, "_devices_of_machine", pytest.fail)
     model = nn.Sequential(nn.GELU("tanh"))
     model.register_buffer("positions", torch.arange(3))
     (replacement,) = fuseopt.plan(model, GELU_ALONE).replacements

@@ -26,8 +26,6 @@ from fuseopt.tuning import tuned
 DEVICE_TYPES = ("cuda",)
 """Devices where launching kernels one by one costs the host more time than a graph replay."""
 
-# With more tokens the GPU is slower than the host launches kernels, so a graph gains nothing.
-_MOST_TOKENS = tuned("stack_graph_max_tokens")
 _MOST_GRAPHS = 8
 # A size is captured at its third call. It may replace the graph of a size not seen in the last `_CALLS_KEPT` calls.
 _UNCAPTURED_CALLS = 2
@@ -187,7 +185,8 @@ class StackRunner:
 
     def _captured(self, key: Hashable, hidden: Tensor, inputs: BlockInputs, caches: bool) -> StackWork | None:
         """The captured work for a size, or None if the size is new, too large or cannot be captured."""
-        if not self.cuda_graphs or _tokens(hidden) > _MOST_TOKENS:
+        # With more tokens the GPU is slower than the host launches kernels, so a graph gains nothing.
+        if not self.cuda_graphs or _tokens(hidden) > tuned("stack_graph_max_tokens", hidden.device):
             return None
         if len(self._times_seen) >= _MOST_SIZES_COUNTED:
             self._times_seen.clear()

@@ -75,6 +75,10 @@ constexpr auto kDecodeAttentionInPlace = arguments("decode_attention_", {{"query
                                                                          {"starts", kIntegers},
                                                                          {"mask", kOnlyBool},
                                                                          {"bias", kFloats},
-                                                                         {"ancestry", kOnlyInt}});
+                                                                         {"ancestry", kOnlyInt},
+                                                                         {"rotary", kOnlyFloat},
+                                                                         {"row_positions", kIntegers},
+                                                                         {"q_norm", kFloats},
+                                                                         {"k_norm", kFloats}});
 
 }  // namespace fuseopt::declared

@@ -21,9 +21,10 @@ from fuseopt.extend.fused_module import FusedModule, module_of
 from fuseopt.extend.own_op import Op, registered, unregister_op
 from fuseopt.extend.signature import can_take, signature_of, source_of
 from fuseopt.kernel_table import CUSTOM, TRITON, Kernel, register_kernel, unregister_kernel
+from fuseopt.model_index import Candidate
 from fuseopt.models import PolicyExtension, Rule, extend_policy, full_name
 from fuseopt.modules import base
-from fuseopt.plan import Candidate, RaisedReason, Replacement, Skip
+from fuseopt.plan import RaisedReason, Replacement, Skip
 from fuseopt.runtime.module_watch import config_of
 from fuseopt.strategies.context import ProposalContext
 from fuseopt.strategies.propose import forward_name, forward_sites, propose_rule

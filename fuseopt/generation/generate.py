@@ -217,7 +217,7 @@ class GenerateCall:
         proxy, model = self.fused.proxy, self.model
         proxy.full_mask = self.arguments.get("attention_mask") if self.early.is_unmasked else None
         proxy.device = self.checked.step.shape.device
-        prepared_on = proxy if CachingModelProxy.METHODS.isdisjoint(vars(model)) else model
+        prepared_on = proxy if CachingModelProxy.stands_in_for(model) else model
         try:
             return stock(prepared_on, **{**self.arguments, **self.early.extra, "custom_generate": self})
         finally:
@@ -259,7 +259,8 @@ class GenerateCall:
         if reason is None:
             cached, step = prepared.cached(), self.checked.step
             sizes, is_known = cached.sizes(), self.early.encoder_inputs is not None
-            reason = next(tiers.size_reasons(cached, sizes, step, options.max_batch, options.max_length), None)
+            limits, positions = (options.max_batch, options.max_length), self.arguments.get("position_ids")
+            reason = next(tiers.size_reasons(cached, sizes, step, *limits, positions), None)
             reason = reason or next(tiers.mask_reasons(cached, encoder_mask_is_known=is_known), None)
         if reason is None:
             # 8. State: the static tensors of this size.
@@ -371,14 +372,15 @@ class GenerateCall:
         early, step = self.early.prompt, self.checked.step
         if early is not None and early.state.sizes == sizes:
             return early.state
-        return self.graphs.state(sizes, lambda: DecodeState(sizes, step.shape, step.vocab))
+        return self.graphs.state(sizes, lambda: step.new_state(sizes))
 
     def _may_start_unchecked(self, state: DecodeState, prepared: PreparedCall) -> bool:
         """Whether first steps can run before the check: they cannot be observed, and their prompt is queued."""
         early = self.early.prompt
         if early is None or early.state is not state or prepared.config.do_sample or state.beams is not None:
             return False
-        return is_token_prompt(self.model, prepared.input_ids, prepared.config, prepared.model_kwargs)
+        called_with = prepared.input_ids, prepared.config, prepared.model_kwargs
+        return is_token_prompt(self.checked.step, self.model, *called_with)
 
     def _discard_queued_steps(self) -> None:
         """Discards the early prompt if steps are queued after it, since they have changed its state."""

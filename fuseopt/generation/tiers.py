@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 from transformers.generation import utils
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
@@ -122,7 +122,7 @@ def argument_reasons(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator
         yield "num_beam_groups asks for group beam search"
     if arguments.get("streamer") is not None and setting("num_beams") not in (None, 1):
         yield "beam search takes no streamer"
-    if setting("stop_strings") is not None and not CachingModelProxy.METHODS.isdisjoint(vars(model)):
+    if setting("stop_strings") is not None and not CachingModelProxy.stands_in_for(model):
         yield "the model overrides preparation methods, which may need the tokenizer of stop_strings"
     if arguments.get("synced_gpus"):
         yield "synced_gpus synchronises several processes"
@@ -228,7 +228,12 @@ def call_reasons(
 
 
 def size_reasons(
-    prepared: PreparedCall, sizes: Sizes, step: DecodeStep, max_batch: int, max_length: int
+    prepared: PreparedCall,
+    sizes: Sizes,
+    step: DecodeStep,
+    max_batch: int,
+    max_length: int,
+    positions: Tensor | None = None,
 ) -> Iterator[str]:
     """Reasons for T2 in the sizes of a prepared call.
 
@@ -236,6 +241,7 @@ def size_reasons(
         sizes: of `prepared`.
         step: the decode step.
         max_batch, max_length: rows, and slots of the cache, up to which the fast tiers serve.
+        positions: `position_ids` of the caller's, whose values are read; transformers' own are all within the cache.
     """
     longest, device = step.max_length, prepared.input_ids.device
     if device != step.shape.device:
@@ -254,6 +260,17 @@ def size_reasons(
     cache = prepared.decoder_cache
     if 0 < len(cache.layers) < step.shape.layers:
         yield f"the cache has {len(cache.layers)} layers, the decoder {step.shape.layers}"
+    for layer, window in zip(cache.layers, step.windows, strict=False):
+        if type(layer) is DynamicSlidingWindowLayer and (
+            layer.sliding_window != window or getattr(layer, "record_past", False)
+        ):
+            yield f"a layer of the cache keeps {layer.sliding_window} slots, the model's sees {window or 'all'}"
+            return
+    if positions is not None and step.bounds_positions and positions.numel():
+        (length, limit), slots = prepared.bounds, sizes.rounded_up().capacity
+        first, last = int(positions.min()), int(positions.max()) + max(0, limit - length)
+        if first < 0 or last >= slots:
+            yield f"positions {first} to {last} are not all within a cache of {slots} slots"
 
 
 def mask_reasons(prepared: PreparedCall, *, encoder_mask_is_known: bool) -> Iterator[str]:
@@ -364,5 +381,5 @@ def _is_plain_cache(cache: Any, encodes: bool = False) -> bool:
     return (
         type(cache) is DynamicCache
         and not cache.offloading
-        and all(type(layer) is DynamicLayer for layer in cache.layers)
+        and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
     )

@@ -1,5 +1,6 @@
 """The policy of every model that no other policy covers, and rules that families share."""
 
+from fuseopt.models.decode_steps import DECODE_STEPS
 from fuseopt.models.gated_mlps import GATED_MLPS
 from fuseopt.models.lm_heads import LM_HEADS
 from fuseopt.models.policy import ModelPolicy, Rule, modeling_name
@@ -64,4 +65,5 @@ COMMON = ModelPolicy(
     ),
     heads=LM_HEADS,
     rotary_attentions=ROTARY_ATTENTIONS,
+    decode_steps=DECODE_STEPS,
 )

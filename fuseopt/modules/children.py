@@ -1,4 +1,4 @@
-"""The exact class of each child in GPT-2 and T5, and a search for modules of another class.
+"""The exact class of each child in GPT-2, T5 and the families with a decode step, and a search for other classes.
 
 Code that reads a child's weights or bypasses its forward relies on these classes. For example it skips a Dropout in
 eval mode and reads a Conv1D's weight as [in, out].
@@ -84,6 +84,159 @@ def t5_children(prefix: str) -> Children:
     }
 
 
+_NEOX = "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoX"
+GPT_NEOX_CHILDREN: Children = {
+    f"{_NEOX}ForCausalLM": _children(gpt_neox=f"{_NEOX}Model", lm_head=LINEAR),
+    f"{_NEOX}Model": _children(
+        embed_in=_EMBEDDING,
+        emb_dropout=_DROPOUT,
+        layers=MODULE_LIST,
+        final_layer_norm=LAYER_NORM,
+        rotary_emb=f"{_NEOX}RotaryEmbedding",
+    )
+    | {"layers.*": (f"{_NEOX}Layer",)},
+    f"{_NEOX}Layer": _children(
+        input_layernorm=LAYER_NORM,
+        post_attention_layernorm=LAYER_NORM,
+        post_attention_dropout=_DROPOUT,
+        post_mlp_dropout=_DROPOUT,
+        attention=f"{_NEOX}Attention",
+        mlp=f"{_NEOX}MLP",
+    ),
+    f"{_NEOX}Attention": _children(query_key_value=LINEAR, dense=LINEAR),
+    f"{_NEOX}MLP": _children(dense_h_to_4h=LINEAR, dense_4h_to_h=LINEAR, act=ACTIVATIONS),
+}
+_GPTJ = "transformers.models.gptj.modeling_gptj.GPTJ"
+GPTJ_CHILDREN: Children = {
+    f"{_GPTJ}ForCausalLM": _children(transformer=f"{_GPTJ}Model", lm_head=LINEAR),
+    f"{_GPTJ}Model": _children(wte=_EMBEDDING, drop=_DROPOUT, h=MODULE_LIST, ln_f=LAYER_NORM)
+    | {"h.*": (f"{_GPTJ}Block",)},
+    f"{_GPTJ}Block": _children(ln_1=LAYER_NORM, attn=f"{_GPTJ}Attention", mlp=f"{_GPTJ}MLP"),
+    f"{_GPTJ}Attention": _children(
+        q_proj=LINEAR, k_proj=LINEAR, v_proj=LINEAR, out_proj=LINEAR, attn_dropout=_DROPOUT, resid_dropout=_DROPOUT
+    ),
+    f"{_GPTJ}MLP": _children(fc_in=LINEAR, fc_out=LINEAR, act=ACTIVATIONS, dropout=_DROPOUT),
+}
+_OPT = "transformers.models.opt.modeling_opt.OPT"
+OPT_CHILDREN: Children = {
+    f"{_OPT}ForCausalLM": _children(model=f"{_OPT}Model", lm_head=LINEAR),
+    f"{_OPT}Model": _children(decoder=f"{_OPT}Decoder"),
+    f"{_OPT}Decoder": _children(
+        embed_tokens=_EMBEDDING,
+        embed_positions=f"{_OPT}LearnedPositionalEmbedding",
+        layers=MODULE_LIST,
+        final_layer_norm=LAYER_NORM,
+    )
+    | {"layers.*": (f"{_OPT}DecoderLayer",)},
+    f"{_OPT}DecoderLayer": _children(
+        self_attn=f"{_OPT}Attention",
+        self_attn_layer_norm=LAYER_NORM,
+        fc1=LINEAR,
+        activation_fn=ACTIVATIONS,
+        fc2=LINEAR,
+        final_layer_norm=LAYER_NORM,
+    ),
+    f"{_OPT}Attention": _children(q_proj=LINEAR, k_proj=LINEAR, v_proj=LINEAR, out_proj=LINEAR),
+}
+
+
+def llama_children(prefix: str, *, model: str = "Model", embedding: str = "") -> Children:
+    """The children in Llama, or in a model that names its modules as it does.
+
+    Args:
+        prefix: start of the class names, such as "transformers.models.llama.modeling_llama.Llama".
+        model: end of the class name of the stack.
+        embedding: end of the class name of the token embedding; empty for torch.nn.Embedding.
+    """
+    norms, tokens = f"{prefix}RMSNorm", f"{prefix}{embedding}" if embedding else _EMBEDDING
+    return {
+        f"{prefix}ForCausalLM": _children(model=f"{prefix}{model}", lm_head=LINEAR),
+        f"{prefix}{model}": _children(
+            embed_tokens=tokens, layers=MODULE_LIST, norm=norms, rotary_emb=f"{prefix}RotaryEmbedding"
+        )
+        | {"layers.*": (f"{prefix}DecoderLayer",)},
+        f"{prefix}DecoderLayer": _children(
+            self_attn=f"{prefix}Attention",
+            mlp=f"{prefix}MLP",
+            input_layernorm=norms,
+            post_attention_layernorm=norms,
+            pre_feedforward_layernorm=norms,
+            post_feedforward_layernorm=norms,
+            resid_attn_dropout=_DROPOUT,
+            resid_mlp_dropout=_DROPOUT,
+        ),
+        f"{prefix}Attention": _children(
+            q_proj=LINEAR,
+            k_proj=LINEAR,
+            v_proj=LINEAR,
+            qkv_proj=LINEAR,
+            o_proj=LINEAR,
+            q_norm=norms,
+            k_norm=norms,
+        ),
+        f"{prefix}MLP": _children(
+            gate_proj=LINEAR,
+            up_proj=LINEAR,
+            gate_up_proj=LINEAR,
+            down_proj=LINEAR,
+            act_fn=ACTIVATIONS,
+            activation_fn=ACTIVATIONS,
+        ),
+    }
+
+
+def bart_children(prefix: str, model_class: str, *, positions: str, embedding: str = "") -> Children:
+    """The children in BART, or in a model that names its modules as it does, of encoder and decoder.
+
+    Args:
+        prefix: start of the class names, such as "transformers.models.bart.modeling_bart.Bart".
+        model_class: full name of the model's class.
+        positions: kind of positional embedding in its class name, "Learned" or "Sinusoidal".
+        embedding: end of the class name of the token embedding; empty for torch.nn.Embedding.
+    """
+    tokens = f"{prefix}{embedding}" if embedding else _EMBEDDING
+    layer: dict[str, str | tuple[str, ...]] = {
+        "self_attn": f"{prefix}Attention",
+        "self_attn_layer_norm": LAYER_NORM,
+        "activation_fn": ACTIVATIONS,
+        "fc1": LINEAR,
+        "fc2": LINEAR,
+        "final_layer_norm": LAYER_NORM,
+    }
+    cross: dict[str, str | tuple[str, ...]] = {
+        "encoder_attn": f"{prefix}Attention",
+        "encoder_attn_layer_norm": LAYER_NORM,
+    }
+    stacks: dict[str, Mapping[str, tuple[str, ...]]] = {}
+    for kind in ("Encoder", "Decoder"):
+        stacks[f"{prefix}{kind}"] = _children(
+            embed_tokens=tokens,
+            embed_positions=f"{prefix}{positions}PositionalEmbedding",
+            layers=MODULE_LIST,
+            layernorm_embedding=LAYER_NORM,
+            layer_norm=LAYER_NORM,
+        ) | {"layers.*": (f"{prefix}{kind}Layer",)}
+        stacks[f"{prefix}{kind}Layer"] = _children(**(layer | cross if kind == "Decoder" else layer))
+    return {
+        model_class: _children(model=f"{prefix}Model", lm_head=LINEAR),
+        f"{prefix}Model": _children(shared=tokens, encoder=f"{prefix}Encoder", decoder=f"{prefix}Decoder"),
+        f"{prefix}Attention": _children(q_proj=LINEAR, k_proj=LINEAR, v_proj=LINEAR, out_proj=LINEAR),
+        **stacks,
+    }
+
+
+_WHISPER = "transformers.models.whisper.modeling_whisper.Whisper"
+_CONV1D = "torch.nn.modules.conv.Conv1d"
+WHISPER_CHILDREN: Children = {
+    **bart_children(_WHISPER, f"{_WHISPER}ForConditionalGeneration", positions=""),
+    f"{_WHISPER}ForConditionalGeneration": _children(model=f"{_WHISPER}Model", proj_out=LINEAR),
+    f"{_WHISPER}Encoder": _children(
+        conv1=_CONV1D, conv2=_CONV1D, embed_positions=_EMBEDDING, layers=MODULE_LIST, layer_norm=LAYER_NORM
+    )
+    | {"layers.*": (f"{_WHISPER}EncoderLayer",)},
+}
+
+
 def unexpected_modules(
     module: nn.Module, children: Children, roots: Sequence[nn.Module] | None = None
 ) -> list[tuple[str, object]]:
@@ -114,7 +267,13 @@ def unexpected_modules(
                 inside += ((f"{name}.{index}", inner) for index, inner in child._modules.items())
             elif child.__dict__["_modules"]:
                 owners.append((child, f"{prefix}{name}."))
-        found += ((f"{prefix}{name}", state[name]) for name in expected if name in state)
+        # A plain attribute goes before a child. One that is None says that there is no child.
+        shadowed = (name for name in expected if name in state)
+        found += (
+            (f"{prefix}{name}", state[name])
+            for name in shadowed
+            if state[name] is not None or name in state["_modules"]
+        )
     return found
 
 

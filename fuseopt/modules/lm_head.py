@@ -12,8 +12,6 @@ from fuseopt.tuning import tuned
 
 # 16-bit elements in the 16 bytes that a matrix product writes at a time.
 _ALIGNED = 8
-# With fewer rows the separate products take longer than one unaligned product.
-_FEWEST_ROWS = tuned("lm_head_min_rows")
 
 
 class FusedLMHead(FusedModule, nn.Linear):
@@ -46,9 +44,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         and is_plain_tensor(weight)
         and len(weight) % _ALIGNED
         and input.dim() > 0
-        and (rows := input.numel() // max(input.shape[-1], 1)) >= _FEWEST_ROWS
         and is_unobserved()
         and not torch.is_autocast_enabled("cuda")
+        # With fewer rows the separate products take longer than one unaligned product.
+        and (rows := input.numel() // max(input.shape[-1], 1)) >= tuned("lm_head_min_rows", input.device)
     ):
         return aligned_product(input.reshape(rows, -1), weight).view(*input.shape[:-1], -1)
     return F.linear(input, weight, bias)

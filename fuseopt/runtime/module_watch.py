@@ -18,15 +18,21 @@ from torch import nn
 
 from fuseopt.build import loader
 
-CONSTANTS = ("eps", "variance_epsilon", "scaling", "is_causal", "max_norm")
+CONSTANTS = (
+    *("eps", "variance_epsilon", "scaling", "is_causal", "max_norm", "attention_scaling", "rope_type", "use_rope"),
+    *("sliding_window", "attn_logit_softcapping", "embed_scale", "embedding_multiplier", "residual_multiplier"),
+    *("use_parallel_residual", "do_layer_norm_before", "rotary_dim", "scale_attn", "offset"),
+)
 """Plain attributes of modules that bypassing code reads."""
 
 REDUNDANT = (
     *("layer_idx", "num_heads", "head_dim", "split_size", "nf", "normalized_shape", "n_heads", "key_value_proj_dim"),
-    *("is_decoder", "has_relative_attention_bias", "relative_attention_num_buckets"),
+    *("is_decoder", "has_relative_attention_bias", "relative_attention_num_buckets", "num_key_value_groups"),
+    *("num_key_value_heads", "head_size", "embed_dim", "num_attention_heads"),
 )
 """Plain attributes that forwards read and bypassing code takes from elsewhere, such as from the shapes of weights."""
 
+_COMPARED_BUFFERS = ("inv_freq", "embed_scale")
 _DELETED = object()
 _SPECIAL = ("training", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -188,11 +194,15 @@ def trains_or_has_hooks(module: nn.Module) -> bool:
 
 
 def has_other_weights(module: nn.Module) -> bool:
-    """Whether a leaf module has weights outside of its Parameters, or renormalises them (an Embedding's `max_norm`)."""
+    """Whether a leaf module has weights outside of its Parameters, or renormalises them (an Embedding's `max_norm`).
+
+    Not counted are buffers that `DecodeStep.constants` compares.
+    """
     state = module.__dict__
     if state["_modules"]:
         return False
-    return bool(state["_buffers"]) or "weight" in state or state.get("max_norm") is not None
+    has_buffers = not all(name.endswith(_COMPARED_BUFFERS) for name in state["_buffers"])
+    return has_buffers or "weight" in state or state.get("max_norm") is not None
 
 
 def only_captures_outputs(module: nn.Module) -> bool:

@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from fuseopt.blocks.causal_attention import CausalStackForward, fused_attention
+from fuseopt.model_index import Candidate, Site
 from fuseopt.models import Rule
 from fuseopt.ops.relative_attention import MOST_DIM
-from fuseopt.plan import Candidate, Replacement, Site, Skip
+from fuseopt.plan import Replacement, Skip
 from fuseopt.runtime.references import refer
 from fuseopt.strategies.attention_config import AttentionConfig
 from fuseopt.strategies.context import ProposalContext

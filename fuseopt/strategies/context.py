@@ -11,9 +11,10 @@ import torch
 
 from fuseopt.build import loader
 from fuseopt.errors import BackendError
+from fuseopt.model_index import ModelIndex, Site
 from fuseopt.models import ModelPolicy
 from fuseopt.ops import registry
-from fuseopt.plan import ModelIndex, Replacement, Site, Skip
+from fuseopt.plan import Replacement, Skip
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from typing import Any
 
 from fuseopt import ops
 from fuseopt.kernel_table import find_kernel, kernels
+from fuseopt.model_index import Candidate
 from fuseopt.models import Rule
-from fuseopt.plan import Candidate, Replacement, Skip
+from fuseopt.plan import Replacement, Skip
 from fuseopt.strategies import eager_attention, residual
 from fuseopt.strategies.context import ProposalContext
 from fuseopt.strategies.propose import child_rule, propose_rule

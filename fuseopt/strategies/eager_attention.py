@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fuseopt import ops
-from fuseopt.plan import Replacement, Site, Skip
+from fuseopt.model_index import Site
+from fuseopt.plan import Replacement, Skip
 from fuseopt.strategies.attention_config import AttentionConfig
 from fuseopt.strategies.context import ProposalContext
 

@@ -10,9 +10,10 @@ from torch import nn
 from fuseopt.build import loader
 from fuseopt.config import Config, GenerationOptions
 from fuseopt.generation.families.step_interface import StepName, registered_step
+from fuseopt.model_index import ModelIndex, Site
 from fuseopt.models import ModelPolicy, full_name
 from fuseopt.ops import registry
-from fuseopt.plan import ModelIndex, Replacement, Site, Skip
+from fuseopt.plan import Replacement, Skip
 from fuseopt.strategies.context import BackendChoice, ProposalContext
 
 _REQUEST = "generation"

@@ -10,9 +10,10 @@ from torch import nn
 from fuseopt.blocks import stack_runner
 from fuseopt.blocks.inference_blocks import InferenceForward
 from fuseopt.blocks.stack_runner import StackRunner
+from fuseopt.model_index import Candidate
 from fuseopt.models import Rule
 from fuseopt.modules.children import unexpected_modules
-from fuseopt.plan import Candidate, Replacement, Skip
+from fuseopt.plan import Replacement, Skip
 from fuseopt.strategies.context import ProposalContext
 from fuseopt.strategies.propose import EXACT_MATCH, forward_name, forward_sites, subclass_reason
 

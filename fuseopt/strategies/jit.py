@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fuseopt.config import Config
+from fuseopt.model_index import Candidate, ModelIndex
 from fuseopt.models import ModelPolicy, Rule
 from fuseopt.modules import regions
 from fuseopt.modules.regions import GatedRegion, Region
-from fuseopt.plan import Candidate, ModelIndex, Replacement, Skip
+from fuseopt.plan import Replacement, Skip
 from fuseopt.strategies.context import BackendChoice, ProposalContext
 from fuseopt.strategies.propose import Options, child_rule, propose_rule
 

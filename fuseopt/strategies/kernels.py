@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from fuseopt.config import Config, KernelFusion, KernelRequest
 from fuseopt.kernel_table import CUSTOM, TRITON, find_kernel, kernels
+from fuseopt.model_index import ModelIndex
 from fuseopt.models import ModelPolicy
-from fuseopt.plan import ModelIndex, Replacement, Skip
+from fuseopt.plan import Replacement, Skip
 from fuseopt.strategies.context import ProposalContext
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from fuseopt.plan import ModelIndex, Replacement, Site, Skip
+from fuseopt.model_index import ModelIndex, Site
+from fuseopt.plan import Replacement, Skip
 from fuseopt.strategies.context import ProposalContext
 
 _METHOD = "_get_logits_processor"

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from fuseopt.model_index import Site
 from fuseopt.modules import FusedCausalLMLoss
-from fuseopt.plan import Replacement, Site, Skip
+from fuseopt.plan import Replacement, Skip
 from fuseopt.strategies.context import ProposalContext
 
 CAUSAL_LM = "ForCausalLM"

@@ -9,10 +9,11 @@ import torch
 
 from fuseopt.build import loader
 from fuseopt.config import AUTO, Config, MemoryEfficientOptions
+from fuseopt.model_index import ModelIndex, Site
 from fuseopt.models import ModelPolicy
 from fuseopt.modules import regions
 from fuseopt.ops import registry
-from fuseopt.plan import ModelIndex, Replacement, Site, Skip
+from fuseopt.plan import Replacement, Skip
 from fuseopt.strategies import losses
 from fuseopt.strategies.context import BackendChoice, ProposalContext
 from fuseopt.training.forward import TrainingForward, not_captured_reason, not_supported_reasons

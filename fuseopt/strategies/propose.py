@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from fuseopt.model_index import Candidate, ModelIndex, Site
 from fuseopt.models import Rule
 from fuseopt.modules.base import FusedModule, has_plain_weights, untouched_reasons
-from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
+from fuseopt.plan import Replacement, Skip
 from fuseopt.strategies.context import ProposalContext
 
 PAYS_ON_GPU = "it is faster on a GPU only"

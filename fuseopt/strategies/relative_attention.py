@@ -13,9 +13,10 @@ from typing import Any
 from torch import nn
 
 from fuseopt.blocks.relative_attention import FusedRelativeAttention, RelativeStackForward
+from fuseopt.model_index import Candidate, Site
 from fuseopt.models import Rule
 from fuseopt.modules.children import unexpected_modules
-from fuseopt.plan import Candidate, Replacement, Site, Skip
+from fuseopt.plan import Replacement, Skip
 from fuseopt.strategies.context import ProposalContext
 from fuseopt.strategies.propose import (
     PAYS_ON_GPU,

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from fuseopt.blocks.dropout_add import DeferredDropout, DropoutAddForward
 from fuseopt.blocks.residual import ResidualForward
+from fuseopt.model_index import Candidate, Site
 from fuseopt.models import Rule
-from fuseopt.plan import Candidate, Replacement, Site, Skip
+from fuseopt.plan import Replacement, Skip
 from fuseopt.strategies.context import ProposalContext
 from fuseopt.strategies.propose import (
     EXACT_MATCH,

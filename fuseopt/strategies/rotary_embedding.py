@@ -7,8 +7,9 @@ import inspect
 from collections.abc import Iterator
 
 from fuseopt.blocks.rotary_embedding import RotaryAttentionForward
+from fuseopt.model_index import Candidate
 from fuseopt.models import Rule
-from fuseopt.plan import Candidate, Replacement, Skip
+from fuseopt.plan import Replacement, Skip
 from fuseopt.strategies.context import ProposalContext
 from fuseopt.strategies.propose import EXACT_MATCH, forward_name, forward_sites, subclass_reason
 

@@ -58,13 +58,13 @@ def table_of(major: int) -> dict[str, int]:
     return _TABLES[max((known for known in _TABLES if known <= major), default=BASE)]
 
 
-def tuned(name: str, device: torch.device | None = None) -> int:
-    """A number for the GPU `device`, or the base's if that is None or no GPU.
+def tuned(name: str, device: torch.device) -> int:
+    """A number for the GPU `device`, or the base's if that is no GPU.
 
     Raises:
         KeyError: there is no such number.
     """
-    is_gpu = device is not None and device.type == "cuda" and torch.cuda.is_available()
+    is_gpu = device.type == "cuda" and torch.cuda.is_available()
     return table_of(torch.cuda.get_device_capability(device)[0] if is_gpu else BASE)[name]
 
 

@@ -359,8 +359,8 @@ def test_sizes_that_come_seldom_do_not_drive_out_others(monkeypatch):
     assert len(runner_of(fused)._works) == 2
 
 
-def test_many_tokens_are_left_to_the_blocks(monkeypatch):
-    monkeypatch.setattr(stack_runner, "_MOST_TOKENS", 13)
+def test_many_tokens_are_left_to_the_blocks(set_tuned):
+    set_tuned("stack_graph_max_tokens", 13)
     stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     for _ in range(4):
         assert_run_at_once(0, stock, fused)

@@ -14,39 +14,49 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuseopt.build import toolchain
-from fuseopt.ops.decode.linear import is_fast
+from fuseopt.ops.decode.linear import FEW_ROWS, is_fast
 
 FOLDER = toolchain.CSRC / "cuda" / "decode" / "linear"
 HERE = Path(__file__).parent
-NO_NORM, LAYER_NORM, T5_RMS_NORM = 0, 1, 2
-GELU_TANH, RELU, IDENTITY = 1, 3, 4
+NO_NORM, LAYER_NORM, RMS_NORM = 0, 1, 2
+GELU_TANH, SILU, RELU, IDENTITY = 1, 2, 3, 4
 ROWS = (1, 2, 8, 16, 32, 64, 128, 256)
 # Compute capability, multiprocessors, shared memory of a block and of a multiprocessor.
 DEVICES = {"H200": (90, 132, 232448, 233472), "A100": (80, 108, 166912, 167936), "RTX 5090": (120, 170, 101376, 102400)}
 
-# K, N, weights, is [K, N], norm, activation, gated, residual.
-Layer = tuple[int, int, int, int, int, int, int, int]
+# K, N, weights, N of those after the first, is [K, N], norm, activation, gated, residual.
+Layer = tuple[int, int, int, int, int, int, int, int, int]
 
 
 def gpt2(k: int) -> dict[str, Layer]:
     return {
-        "query, key, value": (k, 3 * k, 1, 1, LAYER_NORM, IDENTITY, 0, 0),
-        "attention's output": (k, k, 1, 1, NO_NORM, IDENTITY, 0, 1),
-        "up": (k, 4 * k, 1, 1, LAYER_NORM, GELU_TANH, 0, 0),
-        "down": (4 * k, k, 1, 1, NO_NORM, IDENTITY, 0, 1),
-        "head": (k, 50257, 1, 0, LAYER_NORM, IDENTITY, 0, 0),
+        "query, key, value": (k, 3 * k, 1, 0, 1, LAYER_NORM, IDENTITY, 0, 0),
+        "attention's output": (k, k, 1, 0, 1, NO_NORM, IDENTITY, 0, 1),
+        "up": (k, 4 * k, 1, 0, 1, LAYER_NORM, GELU_TANH, 0, 0),
+        "down": (4 * k, k, 1, 0, 1, NO_NORM, IDENTITY, 0, 1),
+        "head": (k, 50257, 1, 0, 0, LAYER_NORM, IDENTITY, 0, 0),
     }
 
 
 def t5(k: int, wide: int) -> dict[str, Layer]:
     return {
-        "query, key, value": (k, k, 3, 0, T5_RMS_NORM, IDENTITY, 0, 0),
-        "cross-attention's query": (k, k, 1, 0, T5_RMS_NORM, IDENTITY, 0, 0),
-        "attention's output": (k, k, 1, 0, NO_NORM, IDENTITY, 0, 1),
-        "up": (k, wide, 1, 0, T5_RMS_NORM, RELU, 0, 0),
-        "up, gated": (k, wide, 2, 0, T5_RMS_NORM, GELU_TANH, 1, 0),
-        "down": (wide, k, 1, 0, NO_NORM, IDENTITY, 0, 1),
-        "head": (k, 32128, 1, 0, T5_RMS_NORM, IDENTITY, 0, 0),
+        "query, key, value": (k, k, 3, k, 0, RMS_NORM, IDENTITY, 0, 0),
+        "cross-attention's query": (k, k, 1, 0, 0, RMS_NORM, IDENTITY, 0, 0),
+        "attention's output": (k, k, 1, 0, 0, NO_NORM, IDENTITY, 0, 1),
+        "up": (k, wide, 1, 0, 0, RMS_NORM, RELU, 0, 0),
+        "up, gated": (k, wide, 2, wide, 0, RMS_NORM, GELU_TANH, 1, 0),
+        "down": (wide, k, 1, 0, 0, NO_NORM, IDENTITY, 0, 1),
+        "head": (k, 32128, 1, 0, 0, RMS_NORM, IDENTITY, 0, 0),
+    }
+
+
+def llama(k: int, query: int, key: int, wide: int, vocabulary: int) -> dict[str, Layer]:
+    return {
+        "query, key, value": (k, query, 3, key, 0, RMS_NORM, IDENTITY, 0, 0),
+        "attention's output": (query, k, 1, 0, 0, NO_NORM, IDENTITY, 0, 1),
+        "up, gated": (k, wide, 2, wide, 0, RMS_NORM, SILU, 1, 0),
+        "down": (wide, k, 1, 0, 0, NO_NORM, IDENTITY, 0, 1),
+        "head": (k, vocabulary, 1, 0, 0, RMS_NORM, IDENTITY, 0, 0),
     }
 
 
@@ -57,6 +67,9 @@ MODELS = {
     "GPT-2 XL": gpt2(1600),
     "T5-base": t5(768, 3072),
     "T5-large": t5(1024, 4096),
+    "Qwen3-0.6B": llama(1024, 2048, 1024, 3072, 151936),
+    "Llama-3.2-1B": llama(2048, 2048, 512, 8192, 128256),
+    "Llama-3.1-8B": llama(4096, 4096, 1024, 14336, 128256),
 }
 
 
@@ -81,9 +94,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "launches"
 
 
-def launches(program: Path, device: str, cases: Sequence[tuple[int, ...]]) -> list[str]:
+def launches(program: Path, device: str, cases: Sequence[tuple[int, ...]], *, is_float32: bool = False) -> list[str]:
     lines = "".join(" ".join(map(str, case)) + "\n" for case in cases)
-    command = [str(program), *map(str, DEVICES[device])]
+    command = [str(program), *map(str, DEVICES[device]), str(int(is_float32))]
     return subprocess.run(command, input=lines, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
@@ -92,14 +105,15 @@ def kernel_of(launch: str) -> str:
 
 
 def python_takes_blas(layer: Layer, rows: int, capability: int) -> bool:
-    k, n, weights, is_kn, norm, _, _, has_residual = layer
+    k, n, weights, others, is_kn, norm, _, _, has_residual = layer
     with FakeTensorMode():
-        weight = torch.empty(k, n, device="cuda", dtype=torch.bfloat16).T
-        if not is_kn:
-            weight = torch.empty(n, k, device="cuda", dtype=torch.bfloat16)
+        widths = [n, *[others] * (weights - 1)]
+        shapes = [(k, width) if is_kn else (width, k) for width in widths]
+        stored = [torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+        layer_weights = [weight.T if is_kn else weight for weight in stored]
         input = torch.empty(rows, k, device="cuda", dtype=torch.bfloat16)
         residual = torch.empty(rows, n, device="cuda", dtype=torch.bfloat16) if has_residual else None
-        return not is_fast(input, [weight] * weights, residual, (None, "layer_norm", "t5_rms_norm")[norm])
+        return not is_fast(input, layer_weights, residual, (None, "layer_norm", "rms_norm")[norm])
 
 
 def table(program: Path, device: str) -> list[str]:
@@ -113,7 +127,7 @@ def table(program: Path, device: str) -> list[str]:
             "BLAS" if python_takes_blas(layer, rows, DEVICES[device][0]) else kernel_of(found[(*layer, rows)])
             for rows in ROWS
         ]
-        lines.append(f"| {model} | {role} | {'[K, N]' if layer[3] else '[N, K]'} | {' | '.join(taken)} |")
+        lines.append(f"| {model} | {role} | {'[K, N]' if layer[4] else '[N, K]'} | {' | '.join(taken)} |")
     return lines
 
 
@@ -125,6 +139,23 @@ def test_the_table_says_which_kernel_takes_a_layer(program: Path, device: str, m
     section = re.search(rf"(?ms)^### {device}.*?\n(\| model .*?)\n(?:\n|\Z)", text)
     assert section is not None
     assert section[1].splitlines()[2:] == table(program, device)
+
+
+def test_the_table_says_which_kernel_takes_a_layer_of_float32(program: Path) -> None:
+    """A norm runs before with more than `FEW_ROWS` rows if it is a LayerNorm, a gate after."""
+    lines = []
+    for model in ("GPT-2", "GPT-2 XL", "T5-base"):
+        for role, layer in MODELS[model].items():
+            k, n, weights, others, is_kn, norm, *_ = layer
+            apart = (k, n, weights, others, is_kn, NO_NORM if norm == LAYER_NORM else norm, IDENTITY, 0, 0)
+            cases = [(*(layer if rows <= FEW_ROWS else apart), rows) for rows in ROWS]
+            found = map(kernel_of, launches(program, "H200", cases, is_float32=True))
+            taken = ["BLAS" if rows > FEW_ROWS and n % 8 else kernel for rows, kernel in zip(ROWS, found, strict=True)]
+            lines.append(f"| {model} | {role} | {'[K, N]' if is_kn else '[N, K]'} | {' | '.join(taken)} |")
+    text = (FOLDER / "README.md").read_text()
+    section = re.search(r"(?ms)^### float32.*?\n(\| model .*?)\n(?:\n|\Z)", text)
+    assert section is not None
+    assert section[1].splitlines()[2:] == lines
 
 
 def test_shapes_of_launches(program: Path) -> None:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import fuseopt
 from fuseopt.modules import FusedLinearCrossEntropy, FusedLMHead, lm_head
+from fuseopt.tuning import tuned
 from tests import tiny
 
 CONFIG = {"kernel_fusion": {"custom_cuda_kernels": ["FusedLMHead"], "jit": False}}
@@ -47,7 +48,7 @@ def test_products_in_half_precision_for_rows_and_columns_of_any_number(rows, col
 def test_many_rows_without_gradients_in_half_precision_take_it(kernel):
     stock = torch.nn.Linear(64, 1007, bias=False, dtype=torch.bfloat16)
     head = kernel.from_module(stock).eval()
-    input = torch.randn(4, lm_head._FEWEST_ROWS, 64, dtype=torch.bfloat16)
+    input = torch.randn(4, tuned("lm_head_min_rows", stock.weight.device), 64, dtype=torch.bfloat16)
 
     def products(input, head=head):
         with mock.patch.object(lm_head, "aligned_product", wraps=lm_head.aligned_product) as product:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
+from fuseopt.ops.decode.head_rotation import HeadRotation
 from tests.ops.cases import results, tensors
 
 CALLS_OF_AN_OP = 3
@@ -139,8 +140,9 @@ def further_calls(target: Target, calls: dict[OpOverload, list[Call]]) -> Iterat
     cache, bias = torch.randn(2, 2, 3, 9, 8, device=device), torch.randn(3, 4, device=device)
     position, kept = torch.tensor([5], device=device), torch.ones(2, 9, dtype=torch.bool, device=device)
     ancestry = torch.zeros(2, 9, dtype=torch.int32, device=device)
+    rotation = HeadRotation(torch.zeros(4, 8, device=device), torch.zeros_like(ids[:, 0]), q_norm=bias.new_ones(8))
     yield lambda: raw.decode_attention_(
-        query, key, value, cache[0], cache[1], position, None, kept, bias, ancestry, 1.0, False
+        query, key, value, cache[0], cache[1], position, None, kept, bias, ancestry, 1.0, *rotation, 0, 0.0, False
     )
     if target.backend == "cuda":
         yield lambda: raw.takes_short_attention(torch.randn(1, 2, 3, 8, device=device, dtype=torch.float64))

@@ -24,6 +24,11 @@ OWN_TESTS = {
         "cuda-cuda and not float64 and (test_losses or -50304- or -262144-)",
     ),
     "decode_attention_": ("decode/test_attention.py", "test_kernel_against or test_kernel_for_many"),
+    "decode_attention_, grouped": (
+        "decode/test_grouped_attention.py",
+        "tensor_cores or plain_kernel or many_rows or encoders_cache",
+    ),
+    "decode_rotary_store_": ("decode/test_rotary_store.py", "test_kernel_against"),
     "partial softmaxes that are no numbers": ("decode/test_attention.py", "no_numbers and bfloat16"),
     "decode_beams_": ("decode/test_beams.py", "test_is_what_beam_search_does and cuda-cuda"),
     **{
@@ -44,9 +49,13 @@ OWN_TESTS = {
         "decode/test_linear.py",
         "test_layers_of_models and bfloat16 and -128-torch and 768-768-3",
     ),
+    "decode_linear of decoders": (
+        "decode/test_linear_decoders.py",
+        "test_layers_of_decoders and bfloat16 and (-1-torch or -11-torch) and (odd or small or Qwen3)",
+    ),
     "decode_head_select_": (
         "decode/test_head_select.py",
-        "test_ties_in_vocabularies and t5_rms_norm and bfloat16 and 512-8-",
+        "test_ties_in_vocabularies and rms_norm and bfloat16 and 512-8-",
     ),
     "decode_head_select_, addends": (
         "decode/test_head_select.py",
@@ -59,8 +68,10 @@ OWN_TESTS = {
         "test_layers_of_models and bfloat16 and (1600-25-300 or 200-3-300)",
     ),
     "decode_sample_": ("decode/test_sample.py", "cuda-cuda and (test_draws_what_transformers or test_ties)"),
+    "decode_sample_, numbers": ("decode/test_sample.py", "generators_numbers and not reference and 300"),
     "decode_select_": ("decode/test_select.py", "cuda-cuda and (test_is_what or test_draws_what)"),
     "decode_softmax_linear": ("decode/test_softmax_linear.py", "test_kernel_against and bfloat16 and same and 12-768"),
+    "drawn_continuations": ("decode/test_beam_candidates.py", "multinomial and not reference"),
     "layer_norm_of_sum_bwd": ("test_layer_norm_of_sum_bwd.py", "cuda-cuda and (sizes_of_models or autograd)"),
     "prompt_attention_": ("decode/test_prompt_attention.py", "bfloat16 and (2-25-64 or test_later_tokens and 64-30)"),
     "rms_norm, light blocks": ("test_rms_norm.py", "test_every_shape_of_kernel and float32-1000-8-"),

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fuseopt.ops import decode_linear, short_attention, softmax
+from fuseopt.ops import decode_attention_, decode_linear, short_attention, softmax
 from fuseopt.ops.decode.linear import decode_linear_reference
 from tests.ops.cases import error, launched_kernels, to_float64
 
@@ -91,6 +91,27 @@ def test_a_device_with_less_shared_memory_takes_smaller_tiles() -> None:
         _, columns, _ = layer.split()
         groups = int(kernel.rstrip(">").split(",")[-1].strip().removeprefix("(int)"))
         assert groups == (4 if int(columns) <= 1152 else 2), (layer, kernel)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("rows", "capacity"), [(1, 40), (40, 40), (300, 40), (1, 5000), (8, 5000)])
+@torch.no_grad()
+def test_caches_of_grouped_heads(rows: int, head_dim: int, capacity: int) -> None:
+    """On a GPU with more memory warps have up to three stages, on one with little a single one."""
+    torch.manual_seed(0)
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    query, key, value = (torch.randn(rows, heads, head_dim, **options) for heads in (6, 2, 2))
+    caches, positions = torch.randn(2, 1, 2, capacity, head_dim, **options), torch.tensor([capacity - 2], device="cuda")
+    caches = caches.repeat(1, rows, 1, 1, 1)
+    plain, scale = caches.clone(), head_dim**-0.5
+    output = decode_attention_(query, key, value, *caches, positions, scale=scale, backend="cuda")
+    expected = decode_attention_(query, key, value, *plain, positions, scale=scale, backend="reference")
+    assert torch.equal(caches, plain)
+    assert error([output], [expected]) <= 8 * torch.finfo(torch.bfloat16).eps
+
+
+def test_a_device_with_less_shared_memory_reads_caches_of_grouped_heads() -> None:
+    assert "15 passed" in limited(SM_120, "test_caches_of_grouped_heads")
 
 
 @torch.no_grad()

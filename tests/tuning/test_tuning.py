@@ -10,6 +10,7 @@ import torch
 from fuseopt import tuning
 from fuseopt.build import toolchain
 from fuseopt.cli import _parser
+from fuseopt.generation.engine import state
 
 PACKAGE = tuning.FOLDER.parent
 FILES = sorted(tuning.FOLDER.glob("sm_*.inc"))
@@ -60,12 +61,19 @@ def test_a_gpu_reads_the_newest_file_that_is_not_newer(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert tuning.tuned("decode_linear_max_long_work", torch.device("cuda")) == expected * 10**6
     assert tuning.tuned("decode_linear_max_long_work", torch.device("cpu")) == 640 * 10**6
-    assert tuning.tuned("decode_linear_max_long_work") == 640 * 10**6
+
+
+def test_the_limit_of_a_prompt_is_that_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8 + device.index, 0))
+    monkeypatch.setitem(tuning.table_of(9), "prompt_free_padding_tokens", 64)
+    older, newer = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert [state.prompt_length_for(1, 65, device) for device in (older, newer)] == [128, 80]
 
 
 def test_an_unknown_name_raises() -> None:
     with pytest.raises(KeyError, match="no_such"):
-        tuning.tuned("no_such")
+        tuning.tuned("no_such", torch.device("cpu"))
 
 
 def test_every_number_is_read_and_says_how_it_was_found() -> None:

@@ -17,6 +17,38 @@ from transformers.initialization import no_init_weights
 from fuseopt.errors import ConfigError
 
 _NO_ENDS: Mapping[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+
+
+def _llama(width: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, **others: Any) -> dict[str, Any]:
+    """Sizes by the names of Llama's config."""
+    return {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        **others,
+    }
+
+
+def _llama3(factor: float) -> dict[str, Any]:
+    """The rotation of Llama 3.1 and 3.2."""
+    rotary = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    return {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_parameters": rotary}
+
+
+_QWEN: Mapping[str, Any] = {
+    "max_position_embeddings": 32768,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
 # Sizes are those of the original checkpoints' config.json files.
 ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gpt2": ("gpt2", {}),
@@ -44,11 +76,39 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "llama-3.2-1b": (
+        "llama",
+        _llama(2048, 8192, 16, 32, 8, 128256, head_dim=64, tie_word_embeddings=True, **_llama3(32.0)),
+    ),
+    "llama-3.1-8b": ("llama", _llama(4096, 14336, 32, 32, 8, 128256, **_llama3(8.0))),
+    "smollm2-135m": (
+        "llama",
+        _llama(576, 1536, 30, 9, 3, 49152, max_position_embeddings=8192, tie_word_embeddings=True),
+    ),
+    "llama-tiny": (
+        "llama",
+        _llama(64, 128, 2, 4, 2, 512, max_position_embeddings=256, tie_word_embeddings=True, **_NO_ENDS),
+    ),
+    "qwen2.5-0.5b": ("qwen2", _llama(896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True, **_QWEN)),
+    "qwen3-0.6b": ("qwen3", _llama(1024, 3072, 28, 16, 8, 151936, head_dim=128, tie_word_embeddings=True, **_QWEN)),
+    "gemma-3-1b": ("gemma3_text", _llama(1152, 6912, 26, 4, 1, 262144, head_dim=256, sliding_window=512)),
+    "pythia-410m": (
+        "gpt_neox",
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "vocab_size": 50304,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "opt-125m": ("opt", {}),
     "t5-tiny": ("t5", {"d_model": 64, "d_ff": 128, "d_kv": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 512}),
 }
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _MODEL_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"gpt2": {}, "t5": {"decoder_start_token_id": 0}}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"t5": {"decoder_start_token_id": 0}}
 
 
 # Names of dropout rates in the configs of the families.
@@ -71,7 +131,7 @@ def load_config(source: str, **overrides: Any) -> PreTrainedConfig:
     """
     if source in ARCHITECTURES:
         model_type, sizes = ARCHITECTURES[source]
-        return AutoConfig.for_model(model_type, **{**_DEFAULTS[model_type], **sizes, **overrides})
+        return AutoConfig.for_model(model_type, **{**_DEFAULTS.get(model_type, {}), **sizes, **overrides})
     is_folder = (Path(source) / "config.json").is_file()
     if not is_folder and not _MODEL_ID.fullmatch(source):
         near = difflib.get_close_matches(source, list(ARCHITECTURES), n=1)

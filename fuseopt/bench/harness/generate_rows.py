@@ -30,6 +30,7 @@ class Row:
         sampling: `temperature`, `top_k`, `top_p`, as generate() takes them; None means greedy decoding.
         eos: whether generation has an EOS token, as most models do. It is the last id of the vocabulary, which random
             weights hardly ever choose.
+        dtype: name of the model's dtype; "" means that of the run.
     """
 
     model: str
@@ -40,12 +41,21 @@ class Row:
     ngram: int = 0
     sampling: Mapping[str, float] | None = field(default=None, hash=False)
     eos: bool = False
+    dtype: str = ""
+
+    def dtype_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The model's dtype in a run with this one."""
+        return getattr(torch, self.dtype) if self.dtype else dtype
 
     def name(self, dtype: torch.dtype) -> str:
         how = [beams_name(self.beams) if self.sampling is None or self.beams > 1 else ""]
         if self.sampling is not None:
             how.append(" ".join(["sampled", *(f"{name}={value:g}" for name, value in self.sampling.items())]))
-        how += [f"ngram {self.ngram}" if self.ngram else "", "eos" if self.eos else "", dtype_name(dtype)]
+        how += [
+            f"ngram {self.ngram}" if self.ngram else "",
+            "eos" if self.eos else "",
+            dtype_name(self.dtype_in(dtype)),
+        ]
         sizes = f"{self.batch} x ({self.prompt} + {self.new})"
         return f"a token of {self.model} generate, {sizes}, {', '.join(filter(None, how))}"
 
@@ -61,7 +71,17 @@ class Row:
         return generate(prompts, max_new_tokens=new, **{**options, **(self.sampling or {}), **others})
 
 
-# The rows that the performance targets are set for.
+_SAMPLINGS = ({"top_k": 50}, {"top_k": 0, "top_p": 0.95})
+# What a user gets who changes nothing: float32, and sampling as in a chat.
+_DEFAULTS = (
+    Row("gpt2", 1, dtype="float32"),
+    Row("gpt2", 8, dtype="float32"),
+    Row("t5-base", 1, new=64, dtype="float32"),
+    Row("t5-base", 8, new=64, dtype="float32"),
+    Row("t5-base", 32, beams=4, dtype="float32"),
+    *(Row("gpt2", batch, sampling=sampling) for batch in (1, 8, 64) for sampling in _SAMPLINGS),
+)
+# The rows that the performance targets are set for. Sampled ones have a greedy one of the same sizes.
 GPU_ROWS = (
     Row("gpt2", 1),
     Row("gpt2", 8),
@@ -72,5 +92,6 @@ GPU_ROWS = (
     Row("t5-base", 32, ngram=3),
     Row("t5-base", 32, ngram=3, beams=4),
     Row("t5-base", 256, prompt=1, new=19, ngram=3),
+    *_DEFAULTS,
 )
 CPU_ROWS = (Row("gpt2", 1, prompt=32, new=8), Row("t5-base", 1, prompt=32, new=8))

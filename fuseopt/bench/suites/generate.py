@@ -57,7 +57,7 @@ def run(
 
     Args:
         rows: `GPU_ROWS` by default, `CPU_ROWS` on a CPU.
-        dtype: bfloat16 by default, float32 on a CPU.
+        dtype: of rows that name none; bfloat16 by default, float32 on a CPU.
         configs: `CONFIGS` by default; JSON types only, because first calls run in another process.
         compile: also time transformers' static cache with torch.compile, which compiles for up to 20 s per row. The
             default is True on a GPU; on a CPU it takes minutes.
@@ -82,6 +82,7 @@ def run(
 def _case(
     row: Row, dtype: torch.dtype, device: torch.device, configs: Mapping[str, FusionConfig], compile: bool
 ) -> _RowCase:
+    dtype = row.dtype_in(dtype)
     model = functools.cache(functools.partial(random_model, row.model, device, dtype))
 
     def case(new: int, rounds: int, calls: int) -> ModelCase:

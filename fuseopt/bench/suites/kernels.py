@@ -20,10 +20,10 @@ from fuseopt.bench.harness.bytes_floor import cache_bytes, copy_bandwidth, weigh
 from fuseopt.bench.harness.generate_rows import GENERATION, GPU_ROWS, Row
 from fuseopt.bench.harness.measure import measure
 from fuseopt.bench.harness.records import Record, Results
-from fuseopt.bench.harness.timer import Call, Spread
 from fuseopt.bench.harness.workloads import FusionConfig, fuse
 from fuseopt.errors import ConfigError
 from fuseopt.ops.library import Observer
+from fuseopt.runtime.timer import Call, Spread
 
 ALL = "all of a step"
 IDLE = "no kernel runs"
@@ -67,7 +67,7 @@ def run(
     Args:
         device: a GPU.
         rows: `GPU_ROWS` by default.
-        dtype: bfloat16 by default.
+        dtype: of rows that name none; bfloat16 by default.
         configs: generation alone by default.
 
     Raises:
@@ -77,7 +77,7 @@ def run(
         raise ConfigError(f"bench kernels: kernels run on a GPU, not on {device}")
     bandwidth = copy_bandwidth(device)
     cases = [
-        _Case(row, dtype or torch.bfloat16, name, config)
+        _Case(row, row.dtype_in(dtype or torch.bfloat16), name, config)
         for row in rows or GPU_ROWS
         for name, config in (configs or {"generation": GENERATION}).items()
     ]

@@ -8,10 +8,6 @@
 namespace fuseopt {
 namespace {
 
-struct NewToken {
-  Tensor key, value;
-};
-
 /// One int32 or int64 for each item, or one for all of them.
 class Integers {
  public:
@@ -42,6 +38,77 @@ void check_sizes(const char* op, const char* name, const Tensor& tensor, std::in
                 " does not have the sizes that query and key_cache give it");
 }
 
+/// RMS norm and rotation of each head's vector: see fuseopt/ops/decode/head_rotation.py.
+struct HeadRotation {
+  std::optional<Tensor> table, positions, q_norm, k_norm;
+  bool interleaved;
+  double eps, offset;
+
+  void check(const char* op, int64_t rows, int64_t head_dim) const {
+    for (const auto& weight : {q_norm, k_norm}) {
+      if (weight) check_sizes(op, "q_norm or k_norm", *weight, {head_dim});
+    }
+    if (!table) return;
+    FUSEOPT_CHECK(table->dim() == 2 && table->size(1) % 2 == 0 && table->size(1) <= head_dim && positions, "fuseopt::",
+                  op, ": rotary must be [positions, rotated] with an even rotated of at most ", head_dim,
+                  ", and needs row_positions");
+    check_sizes(op, "row_positions", *positions, {rows});
+    const Integers places(*positions);
+    for (int64_t row = 0; row < rows; ++row) {
+      FUSEOPT_CHECK(places[row] >= 0 && places[row] < table->size(0), "fuseopt::", op, ": row position ", places[row],
+                    " is outside the ", table->size(0), " positions of rotary");
+    }
+  }
+
+  /// The vectors, [rows, heads, head_dim], contiguous; in their dtype if any is changed.
+  Tensor apply(const Tensor& vectors, const std::optional<Tensor>& norm) const {
+    if (!table && !norm) return packed(vectors);
+    return dtype(vectors) == kFloat64 ? apply_in<double>(vectors, norm) : apply_in<float>(vectors, norm);
+  }
+
+ private:
+  template <typename Math>
+  Tensor apply_in(const Tensor& vectors, const std::optional<Tensor>& norm) const {
+    const int64_t heads = vectors.size(1), head_dim = vectors.size(2);
+    Tensor result = empty(vectors.sizes().data(), 3, vectors.scalar_type());
+    const std::vector<Math> weight = norm ? flatten<Math>(*norm, head_dim, "norm") : std::vector<Math>();
+    const auto lines = packed(table);
+    const auto places = positions ? std::optional<Integers>(*positions) : std::nullopt;
+    const int64_t pairs = table ? table->size(1) / 2 : 0, apart = interleaved ? 1 : pairs, stride = interleaved ? 2 : 1;
+    const Rows from(vectors);
+    const OutputRows to(result, head_dim);
+    const RowBuffer<Math> buffer(head_dim), x(head_dim);
+    for (int64_t i = 0; i < vectors.size(0) * heads; ++i) {
+      const Math* read = from.read(i, buffer.get());
+      std::copy(read, read + head_dim, x.get());
+      if (norm) {
+        Math squares = 0;
+        for (int64_t d = 0; d < head_dim; ++d) squares += x.get()[d] * x.get()[d];
+        const Math factor = 1 / std::sqrt(squares / head_dim + static_cast<Math>(eps));
+        for (int64_t d = 0; d < head_dim; ++d) x.get()[d] *= factor * (weight[d] + static_cast<Math>(offset));
+      }
+      const float* line = table ? static_cast<const float*>(lines->const_data_ptr()) + (*places)[i / heads] * 2 * pairs : nullptr;
+      for (int64_t pair = 0; pair < pairs; ++pair) {
+        Math* const at = x.get() + pair * stride;
+        const Math first = at[0], second = at[apart], cosine = line[pair], sine = line[pairs + pair];
+        at[0] = first * cosine - second * sine;
+        at[apart] = second * cosine + first * sine;
+      }
+      to.store(i, 0, head_dim, x.get());
+    }
+    return result;
+  }
+};
+
+/// What only decode_attention_ has.
+struct Update {
+  Tensor key, value;
+  std::optional<Tensor> ancestry;
+  HeadRotation rotation;
+  int64_t window;
+  double softcap;
+};
+
 /// Copies the key or value of every head of a row to its place in the cache.
 void write_token(const Tensor& token, const Tensor& cache, int64_t row, int64_t place) {
   const int64_t heads = cache.size(1), capacity = cache.size(2), head_dim = cache.size(3);
@@ -56,10 +123,11 @@ void write_token(const Tensor& token, const Tensor& cache, int64_t row, int64_t 
 
 template <typename Math>
 void attend_to(const Tensor& query, const Tensor& keys, const Tensor& values, const Integers& lengths,
-               int64_t added_length, const std::optional<Integers>& starts, const std::optional<Tensor>& mask,
-               const std::optional<Tensor>& bias, const std::optional<Tensor>& ancestry, double scale, Tensor& output) {
-  const int64_t rows = query.size(0), heads = query.size(1), head_dim = query.size(2);
-  const int64_t items = keys.size(0), capacity = keys.size(2), queries_per_item = rows / items;
+               const std::optional<Update>& update, const std::optional<Integers>& starts,
+               const std::optional<Tensor>& mask, const std::optional<Tensor>& bias, double scale, Tensor& output) {
+  const int64_t rows = query.size(0), heads = query.size(1), head_dim = query.size(2), added_length = update ? 1 : 0;
+  const int64_t items = keys.size(0), kv_heads = keys.size(1), capacity = keys.size(2), queries_per_item = rows / items;
+  const auto ancestry = update ? packed(update->ancestry) : std::nullopt;
   const int64_t distances = bias ? bias->size(1) : 0, bytes = element_size(dtype(keys));
   const std::vector<Math> biases = bias ? flatten<Math>(*bias, heads * distances, "bias") : std::vector<Math>();
   const Rows query_rows(query);
@@ -76,18 +144,20 @@ void attend_to(const Tensor& query, const Tensor& keys, const Tensor& values, co
       const int64_t row = i / heads, head = i % heads, item = row / queries_per_item;
       const Math* unscaled = query_rows.read(i, scaled.get());
       for (int64_t c = 0; c < head_dim; ++c) scaled.get()[c] = unscaled[c] * static_cast<Math>(scale);
-      const int64_t to_head = head * capacity * head_dim * bytes;
+      const int64_t to_head = head / (heads / kv_heads) * capacity * head_dim * bytes;
       HeadAttention attention = {};
       attention.dtype = dtype(keys);
       attention.query = scaled.get();
       attention.keys = static_cast<const char*>(keys.const_data_ptr()) + to_head;
       attention.values = static_cast<const char*>(values.const_data_ptr()) + to_head;
       attention.head_dim = head_dim;
-      attention.row_stride = heads * capacity * head_dim;
+      attention.row_stride = kv_heads * capacity * head_dim;
       attention.row = item;
       attention.ancestry = sources ? sources + row * capacity : nullptr;
       attention.begin = starts ? std::max<int64_t>((*starts)[item], 0) : 0;
       attention.end = std::min(lengths[item] + added_length, capacity);
+      if (update && update->window > 0) attention.begin = std::max(attention.begin, attention.end - update->window);
+      attention.softcap = update ? update->softcap : 0;
       attention.mask = kept ? kept + item * capacity : nullptr;
       attention.bias = bias ? biases.data() + head * distances : nullptr;
       attention.distances = distances;
@@ -99,16 +169,17 @@ void attend_to(const Tensor& query, const Tensor& keys, const Tensor& values, co
   });
 }
 
-Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>& token, const Tensor& key_cache,
+Tensor attend(const char* op, const Tensor& query, const std::optional<Update>& update, const Tensor& key_cache,
               const Tensor& value_cache, const Tensor& lengths, const std::optional<Tensor>& starts,
-              const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
-              const std::optional<Tensor>& ancestry, double scale) {
+              const std::optional<Tensor>& mask, const std::optional<Tensor>& bias, double scale) {
   FUSEOPT_CHECK(query.dim() == 3 && key_cache.dim() == 4, "fuseopt::", op,
-                ": query must be [rows, heads, head_dim], the caches [batch, heads, capacity, head_dim]");
+                ": query must be [rows, heads, head_dim], the caches [batch, kv_heads, capacity, head_dim]");
   const int64_t rows = query.size(0), heads = query.size(1), head_dim = query.size(2);
-  const int64_t items = key_cache.size(0), capacity = key_cache.size(2);
-  check_sizes(op, "key_cache", key_cache, {items, heads, capacity, head_dim});
-  check_sizes(op, "value_cache", value_cache, {items, heads, capacity, head_dim});
+  const int64_t items = key_cache.size(0), kv_heads = key_cache.size(1), capacity = key_cache.size(2);
+  check_sizes(op, "key_cache", key_cache, {items, kv_heads, capacity, head_dim});
+  check_sizes(op, "value_cache", value_cache, {items, kv_heads, capacity, head_dim});
+  FUSEOPT_CHECK(heads == 0 || (kv_heads > 0 && heads % kv_heads == 0), "fuseopt::", op, ": ", heads,
+                " heads cannot be divided among ", kv_heads, " heads of the cache");
   FUSEOPT_CHECK(rows == 0 || (items > 0 && rows % items == 0), "fuseopt::", op, ": ", rows,
                 " rows cannot be divided among ", items, " rows of the cache");
   FUSEOPT_CHECK(lengths.numel() == 1 || lengths.numel() == items, "fuseopt::", op, ": lengths must be one, or ", items);
@@ -116,17 +187,21 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>
   if (mask) check_sizes(op, "mask", *mask, {items, capacity});
   FUSEOPT_CHECK(!bias || (bias->dim() == 2 && bias->size(0) == heads && bias->size(1) > 0), "fuseopt::", op,
                 ": bias must be [", heads, ", distances]");
-  if (ancestry) check_sizes(op, "ancestry", *ancestry, {rows, capacity});
+  if (update && update->ancestry) check_sizes(op, "ancestry", *update->ancestry, {rows, capacity});
   const int64_t sizes[] = {rows, heads * head_dim};
   Tensor output = empty(sizes, 2, query.scalar_type());
   if (output.numel() == 0) return output;
   const Integers ends(lengths);
-  if (token) {
-    check_sizes(op, "key", token->key, {rows, heads, head_dim});
-    check_sizes(op, "value", token->value, {rows, heads, head_dim});
+  Tensor queries = query;
+  if (update) {
+    check_sizes(op, "key", update->key, {rows, kv_heads, head_dim});
+    check_sizes(op, "value", update->value, {rows, kv_heads, head_dim});
+    update->rotation.check(op, rows, head_dim);
     FUSEOPT_CHECK(rows == items && key_cache.is_contiguous() && value_cache.is_contiguous(), "fuseopt::", op,
                   ": the caches are written to, so they must be contiguous and have ", rows, " rows");
-    const Tensor key = packed(token->key), value = packed(token->value);
+    const HeadRotation& rotation = update->rotation;
+    const Tensor key = rotation.apply(update->key, rotation.k_norm), value = packed(update->value);
+    if (rotation.table || rotation.q_norm) queries = rotation.apply(query, rotation.q_norm);
     for (int64_t row = 0; row < rows; ++row) {
       FUSEOPT_CHECK(ends[row] >= 0 && ends[row] < capacity, "fuseopt::", op, ": position ", ends[row],
                     " is outside the cache of ", capacity, " places");
@@ -137,7 +212,7 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>
   const Tensor keys = packed(key_cache), values = packed(value_cache);
   const auto first = starts ? std::optional<Integers>(*starts) : std::nullopt;
   const auto run = dtype(query) == kFloat64 ? attend_to<double> : attend_to<float>;
-  run(query, keys, values, ends, token ? 1 : 0, first, packed(mask), bias, packed(ancestry), scale, output);
+  run(queries, keys, values, ends, update, first, packed(mask), bias, scale, output);
   return output;
 }
 
@@ -147,15 +222,19 @@ Tensor decode_attention(const Tensor& query, const Tensor& key_cache, const Tens
                         const std::optional<Tensor>& starts, const std::optional<Tensor>& mask,
                         const std::optional<Tensor>& bias, double scale, bool) {
   return attend("decode_attention", query, std::nullopt, key_cache, value_cache, lengths, starts, mask, bias,
-                std::nullopt, scale);
+                scale);
 }
 
 Tensor decode_attention_(const Tensor& query, const Tensor& key, const Tensor& value, Tensor key_cache,
                          Tensor value_cache, const Tensor& positions, const std::optional<Tensor>& starts,
                          const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
-                         const std::optional<Tensor>& ancestry, double scale, bool) {
-  return attend("decode_attention_", query, NewToken{key, value}, key_cache, value_cache, positions, starts, mask, bias,
-                ancestry, scale);
+                         const std::optional<Tensor>& ancestry, double scale, const std::optional<Tensor>& rotary,
+                         const std::optional<Tensor>& row_positions, bool interleaved,
+                         const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm, double norm_eps,
+                         double norm_offset, int64_t window, double softcap, bool) {
+  const HeadRotation rotation{rotary, row_positions, q_norm, k_norm, interleaved, norm_eps, norm_offset};
+  const Update update{key, value, ancestry, rotation, window, softcap};
+  return attend("decode_attention_", query, update, key_cache, value_cache, positions, starts, mask, bias, scale);
 }
 
 }  // namespace fuseopt

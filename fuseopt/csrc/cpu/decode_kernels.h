@@ -37,6 +37,7 @@ struct HeadAttention {
   int64_t begin;
   int64_t end;
   const bool* mask;  // [places]; null: all are attended to
+  double softcap;    // scores become softcap * tanh(score / softcap); 0: as they are
   const void* bias;  // [distances] float or double, by the distance from the last place; null: none
   int64_t distances;
   void* scores;  // [end - begin] float or double: workspace

@@ -182,6 +182,7 @@ void attend_of(const HeadAttention& a) {
     attends = true;
     dot_line<1, 1, T>(static_cast<const T*>(a.keys) + offset(place), a.head_dim, static_cast<const Math*>(a.query), 0,
                       &score, 0);
+    if (a.softcap > 0) score = static_cast<Math>(a.softcap) * std::tanh(score / static_cast<Math>(a.softcap));
     if (a.bias != nullptr) score += static_cast<const Math*>(a.bias)[std::min(a.end - 1 - place, a.distances - 1)];
     highest = score > highest ? score : highest;
   }

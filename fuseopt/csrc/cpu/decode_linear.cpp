@@ -18,14 +18,16 @@ struct Norm {
   double eps;
 };
 
-/// T5LayerNorm's cast order: rounded to `type` before the product with the weight.
+/// "rms_norm": rounded to `type` before the product with the weight. "gemma_rms_norm": times 1 + weight, not rounded before.
 template <typename Math>
-Tensor t5_rms_norm(const Tensor& input, const Norm& norm, ScalarType type) {
+Tensor rms_normalised(const Tensor& input, const Norm& norm, ScalarType type) {
   const Rows rows(input);
   const int64_t n = rows.n_cols();
   const DType rounded_to = to_dtype(type);
   const std::vector<Math> weights =
       norm.weight ? flatten_parameter<Math>(*norm.weight, n, "norm_weight") : std::vector<Math>();
+  const bool is_gemma = norm.kind == "gemma_rms_norm";
+  const Math one = is_gemma ? 1 : 0;
   Tensor output = empty_like(input, type);
   const OutputRows output_rows(output, n);
   parallel(rows.n_rows(), n, [&](int64_t begin, int64_t end) {
@@ -38,10 +40,10 @@ Tensor t5_rms_norm(const Tensor& input, const Norm& norm, ScalarType type) {
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) y[i] = x[i] * scale;
       if (norm.weight) {
-        round_row(y, n, rounded_to);
+        if (!is_gemma) round_row(y, n, rounded_to);
         const Math* w = weights.data();
 #pragma omp simd
-        for (int64_t i = 0; i < n; ++i) y[i] *= w[i];
+        for (int64_t i = 0; i < n; ++i) y[i] *= one + w[i];
       }
       output_rows.store(row, 0, n, y);
     }
@@ -52,9 +54,9 @@ Tensor t5_rms_norm(const Tensor& input, const Norm& norm, ScalarType type) {
 /// The layer's input in the weight's type.
 Tensor normalised(const Tensor& input, const Norm& norm, ScalarType type) {
   if (norm.kind == "layer_norm") return layer_norm(input, norm.weight, norm.bias, norm.eps, type);
-  FUSEOPT_CHECK(norm.kind == "t5_rms_norm", "fuseopt::decode_linear: unknown norm ", norm.kind);
-  return any_double(input, norm.weight) ? t5_rms_norm<double>(input, norm, type)
-                                        : t5_rms_norm<float>(input, norm, type);
+  FUSEOPT_CHECK(norm.kind == "rms_norm" || norm.kind == "gemma_rms_norm", "fuseopt::decode_linear: unknown norm ", norm.kind);
+  return any_double(input, norm.weight) ? rms_normalised<double>(input, norm, type)
+                                        : rms_normalised<float>(input, norm, type);
 }
 
 /// A weight [N, K] with unit stride in either dimension, copied if it has neither.
@@ -62,21 +64,25 @@ struct Weight {
   Tensor tensor;
   bool is_transposed;  // stored as [K, N]
   int64_t line_stride;
+  int64_t first;  // of its columns, in the products with all weights
 
-  explicit Weight(const Tensor& given) : tensor(given) {
+  Weight(const Tensor& given, int64_t first_column) : tensor(given), first(first_column) {
     const bool has_rows = given.stride(1) == 1 || given.size(1) == 1;
     is_transposed = !has_rows && (given.stride(0) == 1 || given.size(0) == 1);
     if (!has_rows && !is_transposed) tensor = torch::stable::contiguous(given);
     line_stride = tensor.stride(is_transposed ? 1 : 0);
   }
+
+  int64_t out_features() const { return tensor.size(0); }
 };
 
-enum class LinearActivation { kNone, kRelu, kGelu, kGeluTanh };
+enum class LinearActivation { kNone, kRelu, kGelu, kGeluTanh, kSilu };
 
 LinearActivation activation_of(const std::string& name) {
   if (name.empty()) return LinearActivation::kNone;
   if (name == "relu") return LinearActivation::kRelu;
   if (name == "gelu") return LinearActivation::kGelu;
+  if (name == "silu") return LinearActivation::kSilu;
   FUSEOPT_CHECK(name == "gelu_tanh", "fuseopt::decode_linear: unknown activation ", name);
   return LinearActivation::kGeluTanh;
 }
@@ -92,6 +98,7 @@ void activate(LinearActivation activation, Math* x, int64_t n) {
     case LinearActivation::kRelu: return each([](Math v) { return v < 0 ? Math{0} : v; });
     case LinearActivation::kGelu: return each([](Math v) { return ErfGelu::value(v); });
     case LinearActivation::kGeluTanh: return each([](Math v) { return TanhGelu::value(v); });
+    case LinearActivation::kSilu: return each([](Math v) { return v / (1 + exp(-v)); });
   }
 }
 
@@ -101,8 +108,8 @@ template <typename Math>
 class LayerProducts {
  public:
   LayerProducts(const Math* input, int64_t rows, const std::vector<Weight>& weights)
-      : input_(input), rows_(rows), weights_(weights), out_features_(weights[0].tensor.size(0)),
-        in_features_(weights[0].tensor.size(1)), width_(out_features_ * weights.size()),
+      : input_(input), rows_(rows), weights_(weights), in_features_(weights[0].tensor.size(1)),
+        width_(weights.back().first + weights.back().out_features()),
         threads_(threads_for(width_ * in_features_)), column_tiles_((threads_ + kMostParts - 1) / kMostParts),
         parts_(has_transposed() ? threads_ / column_tiles_ : 1), products_(parts_ * rows * width_) {
     torch::stable::parallel_for(0, threads_, 1, [&](int64_t begin, int64_t end) {
@@ -134,22 +141,23 @@ class LayerProducts {
   }
 
   Math* at(int64_t part, int64_t row, int64_t index) {
-    return products_.get() + (part * rows_ + row) * width_ + index * out_features_;
+    return products_.get() + (part * rows_ + row) * width_ + weights_[index].first;
   }
 
   void compute(int64_t thread) {
     for (size_t i = 0; i < weights_.size(); ++i) {
       const Weight& weight = weights_[i];
+      const int64_t out_features = weight.out_features();
       if (weight.is_transposed) {
         const int64_t part = thread % parts_, tile = thread / parts_;
         if (tile >= column_tiles_) continue;
         const int64_t begin = in_features_ * part / parts_, end = in_features_ * (part + 1) / parts_;
-        const int64_t column = out_features_ * tile / column_tiles_;
-        const int64_t columns = out_features_ * (tile + 1) / column_tiles_ - column;
+        const int64_t column = out_features * tile / column_tiles_;
+        const int64_t columns = out_features * (tile + 1) / column_tiles_ - column;
         run(decode_kernels().add_lines, weight, begin, end - begin, column, columns, input_ + begin,
             at(part, 0, i) + column);
       } else {
-        const int64_t begin = out_features_ * thread / threads_, end = out_features_ * (thread + 1) / threads_;
+        const int64_t begin = out_features * thread / threads_, end = out_features * (thread + 1) / threads_;
         run(decode_kernels().dot_lines, weight, begin, end - begin, 0, in_features_, input_, at(0, 0, i) + begin);
       }
     }
@@ -166,7 +174,7 @@ class LayerProducts {
   const Math* input_;
   const int64_t rows_;
   const std::vector<Weight>& weights_;
-  const int64_t out_features_, in_features_, width_, threads_, column_tiles_, parts_;
+  const int64_t in_features_, width_, threads_, column_tiles_, parts_;
   const RowBuffer<Math> products_;
 };
 
@@ -188,15 +196,15 @@ void store_sum(const Math* result, const Rows& residual_rows, int64_t row, int64
   output.store(row, column, n, sums);
 }
 
-/// Bias, activation, gate and residual, for pieces of every row.
+/// Bias, activation, gate and residual, for pieces of every row with weight `index`.
 template <typename Math, typename Residual>
-void finish(LayerProducts<Math>& products, const Ending& ending, int64_t rows, int64_t out_features, int64_t outputs,
+void finish(LayerProducts<Math>& products, const Ending& ending, int64_t rows, const Weight& weight, int64_t index,
             const OutputRows& output) {
-  const int64_t pieces = (out_features + kPiece - 1) / kPiece;
-  parallel(rows * outputs * pieces, std::min(out_features, kPiece), [&](int64_t begin, int64_t end) {
+  const int64_t out_features = weight.out_features(), pieces = (out_features + kPiece - 1) / kPiece;
+  parallel(rows * pieces, std::min(out_features, kPiece), [&](int64_t begin, int64_t end) {
     const RowBuffer<Math> buffer(kPiece);
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t row = task / (outputs * pieces), index = task / pieces % outputs, column = task % pieces * kPiece;
+      const int64_t row = task / pieces, column = task % pieces * kPiece;
       const int64_t n = std::min(kPiece, out_features - column);
       const auto product = [&](int64_t of) {
         Math* sums = products.sums(row, of, column, n);
@@ -214,7 +222,7 @@ void finish(LayerProducts<Math>& products, const Ending& ending, int64_t rows, i
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) result[i] *= factors[i];
       }
-      const int64_t first = index * out_features + column;
+      const int64_t first = weight.first + column;
       if (ending.residual) {
         store_sum<Residual>(result, *ending.residual, row, first, n, output);
       } else {
@@ -227,7 +235,7 @@ void finish(LayerProducts<Math>& products, const Ending& ending, int64_t rows, i
 template <typename Math, typename Residual>
 void run_layer(const Tensor& input, const std::vector<Weight>& weights, const Ending& ending, Tensor& output) {
   const Rows input_rows(input);
-  const int64_t rows = input_rows.n_rows(), n = input_rows.n_cols(), out_features = weights[0].tensor.size(0);
+  const int64_t rows = input_rows.n_rows(), n = input_rows.n_cols();
   if (output.numel() == 0) return;
   const DType rounded_to = dtype(weights[0].tensor);
   const RowBuffer<Math> x(rows * n);
@@ -238,8 +246,10 @@ void run_layer(const Tensor& input, const std::vector<Weight>& weights, const En
     if (dtype(input) != rounded_to) round_row(target, n, rounded_to);
   }
   LayerProducts<Math> products(x.get(), rows, weights);
-  const int64_t outputs = ending.gated ? 1 : weights.size();
-  finish<Math, Residual>(products, ending, rows, out_features, outputs, OutputRows(output, out_features * outputs));
+  const OutputRows output_rows(output, output.size(output.dim() - 1));
+  for (size_t i = 0; i < (ending.gated ? 1 : weights.size()); ++i) {
+    finish<Math, Residual>(products, ending, rows, weights[i], i, output_rows);
+  }
 }
 
 }  // namespace
@@ -252,23 +262,25 @@ Tensor decode_linear(const Tensor& input, const std::vector<Tensor>& weights, co
   FUSEOPT_CHECK(!weights.empty() && input.dim() > 0, kOp, "needs a weight, and an input with a dimension");
   FUSEOPT_CHECK(biases.empty() || biases.size() == weights.size(), kOp, biases.size(), " biases for ", weights.size(),
                 " weights");
-  FUSEOPT_CHECK(!gated || weights.size() == 2, kOp, "gated takes two weights");
   const ScalarType type = weights[0].scalar_type();
   std::vector<Weight> of_layer;
+  int64_t columns = 0;
   for (const Tensor& weight : weights) {
-    FUSEOPT_CHECK(weight.dim() == 2 && weight.size(0) == weights[0].size(0) &&
-                      weight.size(1) == input.size(input.dim() - 1) && weight.scalar_type() == type,
+    FUSEOPT_CHECK(weight.dim() == 2 && weight.size(1) == input.size(input.dim() - 1) && weight.scalar_type() == type,
                   kOp, "weights must be [N, ", input.size(input.dim() - 1), "] of one dtype");
-    of_layer.emplace_back(weight);
+    of_layer.emplace_back(weight, columns);
+    columns += weight.size(0);
   }
-  const int64_t outputs = gated ? 1 : weights.size(), out_features = weights[0].size(0);
+  FUSEOPT_CHECK(!gated || (weights.size() == 2 && weights[0].size(0) == weights[1].size(0)), kOp,
+                "gated takes two weights of one shape");
   Ending ending = {{}, std::nullopt, activation_of(activation), gated};
-  for (const Tensor& bias : biases) {
-    FUSEOPT_CHECK(bias.dim() == 1 && bias.size(0) == out_features, kOp, "bias must be [", out_features, "]");
-    ending.biases.emplace_back(bias);
+  for (size_t i = 0; i < biases.size(); ++i) {
+    const int64_t n = of_layer[i].out_features();
+    FUSEOPT_CHECK(biases[i].dim() == 1 && biases[i].size(0) == n, kOp, "bias must be [", n, "]");
+    ending.biases.emplace_back(biases[i]);
   }
   std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
-  sizes.back() = out_features * outputs;
+  sizes.back() = gated ? columns / 2 : columns;
   ScalarType output_type = type;
   if (residual) {
     ending.residual.emplace(*residual, IntHeaderOnlyArrayRef(sizes));

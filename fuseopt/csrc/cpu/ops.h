@@ -79,6 +79,9 @@ Tensor decode_attention(const Tensor& query, const Tensor& key_cache, const Tens
 Tensor decode_attention_(const Tensor& query, const Tensor& key, const Tensor& value, Tensor key_cache,
                          Tensor value_cache, const Tensor& positions, const std::optional<Tensor>& starts,
                          const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
-                         const std::optional<Tensor>& ancestry, double scale, bool pdl);
+                         const std::optional<Tensor>& ancestry, double scale, const std::optional<Tensor>& rotary,
+                         const std::optional<Tensor>& row_positions, bool interleaved,
+                         const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm, double norm_eps,
+                         double norm_offset, int64_t window, double softcap, bool pdl);
 
 }  // namespace fuseopt

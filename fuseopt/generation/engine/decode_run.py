@@ -46,7 +46,9 @@ class DecodeRun:
         self.flags = None
         if self.selection.may_end_early and max_steps > 1:
             self.flags = StopFlags(self.state.going, input_ids.shape[1], max_steps)
-        self._random_state = _RandomState(self.state.ids.device) if self.selection.do_sample else None
+        self._random_state = None
+        if self.selection.do_sample and self.state.device.type == "cuda":
+            self._random_state = _RandomState(self.state, self.selection.offset_of_draw(self.state))
 
     def matches(self, state: DecodeState, selection: Selection, pad: Tensor | None, max_steps: int) -> bool:
         """Whether a run made with these arguments would queue the same steps."""
@@ -71,6 +73,8 @@ class DecodeRun:
         if self.flags is not None:
             self.flags.push(count)
         self.queued += count
+        if self._random_state is not None:
+            self._random_state.advance(self.queued)
 
     @property
     def is_over(self) -> bool:
@@ -100,16 +104,26 @@ class DecodeRun:
 
 
 class _RandomState:
-    """Offset of the device's default generator before a run, to give back what surplus steps have drawn."""
+    """Offset of the device's default generator before a run, to give back what surplus steps have drawn.
 
-    def __init__(self, device: torch.device) -> None:
-        self.generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else None
-        self.offset = 0 if self.generator is None else self.generator.get_offset()
+    Args:
+        offset_of_step: by how much a step advances the offset if its kernels draw; 0 if torch draws.
+    """
+
+    def __init__(self, state: DecodeState, offset_of_step: int) -> None:
+        self.generator = torch.cuda.default_generators[state.device.index]
+        self.offset, self.offset_of_step = self.generator.get_offset(), offset_of_step
         self.drawn: int | None = None
+        if offset_of_step:
+            state.load_random(self.generator)
+
+    def advance(self, steps: int) -> None:
+        """Takes what the kernels of so many steps draw, all since the beginning."""
+        if self.offset_of_step:
+            self.generator.set_offset(self.offset + steps * self.offset_of_step)
 
     def rewind(self, kept: float) -> None:
         """Keeps this fraction of what was drawn up to the first call; every step draws the same amount."""
-        if self.generator is not None:
-            if self.drawn is None:
-                self.drawn = self.generator.get_offset() - self.offset
-            self.generator.set_offset(self.offset + round(self.drawn * kept))
+        if self.drawn is None:
+            self.drawn = self.generator.get_offset() - self.offset
+        self.generator.set_offset(self.offset + round(self.drawn * kept))

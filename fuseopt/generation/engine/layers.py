@@ -1,4 +1,4 @@
-"""Parts of a decode step: linear layers with norms, the residual stream and the head's input; one token a row.
+"""Parts of a decode step: embeddings, norms and linear layers; one token a row.
 
 All read the model's own tensors. Few rows run on the kernels of `ops.decode`, others by the BLAS library.
 """
@@ -13,23 +13,40 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.activations import NewGELUActivation
 
 from fuseopt import ops
-from fuseopt.blocks.t5_inference import clamped
-from fuseopt.modules.base import source_class
+from fuseopt.modules.base import full_name, source_class
 from fuseopt.ops import registry
-from fuseopt.ops.decode.linear import ACTIVATIONS, FEW_ROWS, is_fast
-from fuseopt.ops.decode.linear_partials import accepts_partials, emits_partials
+from fuseopt.ops.decode.linear import ACTIVATIONS, FEW_ROWS, NORMS, is_fast
 from fuseopt.tuning import multiprocessors, tuned
 
 # A name in `ACTIVATIONS`, or a module that is called.
 Activation = str | Callable[[Tensor], Tensor]
 HALVES = (torch.float16, torch.bfloat16)
+RMS_NORMS: dict[str, dict[str, Any]] = {
+    "t5_rms_norm": {"cast_order": "t5"},
+    "rms_norm": {"cast_order": "llama"},
+    "float32_rms_norm": {"cast_order": "input"},
+    "gemma_rms_norm": {"cast_order": "input", "offset": 1.0},
+}
+"""Kinds of RMSNorms -> keyword arguments of `ops.rms_norm`."""
+_ACTIVATIONS_OF = {
+    "torch.nn.modules.activation.ReLU": "relu",
+    "torch.nn.modules.activation.SiLU": "silu",
+    "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.NewGELUActivation": "gelu_tanh",
+    "transformers.activations.SiLUActivation": "silu",
+}
 
 
 class Norm(NamedTuple):
-    """`kind` as `ops.decode_linear` has it; `bias` is None for an RMSNorm."""
+    """A norm of the last dimension.
+
+    Attributes:
+        kind: "layer_norm", or a key of `RMS_NORMS`, which say where an RMSNorm rounds.
+        weight, bias: [width]; an RMSNorm has no bias, a LayerNorm may have neither.
+    """
 
     kind: str
     weight: Tensor
@@ -39,7 +56,12 @@ class Norm(NamedTuple):
     @property
     def of_op(self) -> dict[str, Any]:
         """Keyword arguments of the decode ops; `eps` is one of its own."""
-        return {"norm": self.kind, "norm_weight": self.weight, "norm_bias": self.bias}
+        return {"norm": self.op_kind, "norm_weight": self.weight, "norm_bias": self.bias}
+
+    @property
+    def op_kind(self) -> str:
+        """The decode ops' name: they round an RMSNorm's result to the linear weight's dtype."""
+        return "rms_norm" if self.kind == "t5_rms_norm" else self.kind
 
 
 @dataclass(eq=False)
@@ -103,9 +125,15 @@ def linear_of(*modules: nn.Linear) -> Linear:
     return Linear(weights, tuple(filled))
 
 
+def layer_norm_of(norm: nn.Module) -> Norm:
+    """Of a torch.nn.LayerNorm over one dimension."""
+    return Norm("layer_norm", norm.weight, norm.bias, norm.eps)
+
+
 def activation_of(module: nn.Module) -> Activation:
     """The name in `ACTIVATIONS` of what a module computes, also if it is a drop-in; else the module."""
-    return {NewGELUActivation: "gelu_tanh", nn.ReLU: "relu"}.get(source_class(module), module)
+    name = _ACTIVATIONS_OF.get(full_name(source_class(module)))
+    return name if name in ACTIVATIONS else module
 
 
 def embedded(
@@ -129,8 +157,8 @@ def embedded(
 
 
 def normalised(input: Tensor, norm: Norm) -> Tensor:
-    if norm.kind == "t5_rms_norm":
-        return ops.rms_norm(input, norm.weight, norm.eps, cast_order="t5")
+    if norm.kind in RMS_NORMS:
+        return ops.rms_norm(input, norm.weight, norm.eps, **RMS_NORMS[norm.kind])
     if not input.is_cuda:
         # PyTorch's kernel overflows to NaN earlier than fuseopt's, and beams and samples depend on those NaN.
         return F.layer_norm(input, norm.weight.shape, norm.weight, norm.bias, norm.eps)
@@ -154,23 +182,21 @@ def linear(
         residual: of the result's shape; may be overwritten with it.
 
     Returns:
-        [rows, N * number of weights] ([rows, N] if gated), in the weights' dtype or what that and `residual`'s give;
+        [rows, sum of N] ([rows, N] if gated), in the weights' dtype or what that and `residual`'s give;
         neighbouring columns, and rows that may lie apart.
     """
     weight = layer.weights[0]
     if norm is not None and _normalises_before(input, layer, norm):
         input, norm = normalised(input, norm), None
-    kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
-    if takes_kernel(input, layer, residual, kind) and not callable(activation):
+    of_norm = norm.of_op if norm is not None else {}
+    if takes_kernel(input, layer, residual, of_norm.get("norm"), gated) and not callable(activation):
         return ops.decode_linear(
             input,
             layer.weights,
             layer.biases or None,
             residual=residual,
-            norm=kind,
-            norm_weight=norm_weight,
-            norm_bias=norm_bias,
-            eps=eps,
+            **of_norm,
+            eps=norm.eps if norm is not None else 0.0,
             activation=activation,
             gated=gated,
             pdl=True,
@@ -183,135 +209,25 @@ def linear(
 
 def _normalises_before(input: Tensor, layer: Linear, norm: Norm) -> bool:
     """Whether the norm is an op of its own although the layer's kernel could compute it."""
+    if norm.op_kind not in NORMS:
+        return True
     if input.is_cpu:
         # For the reason that `normalised` gives.
         return norm.kind == "layer_norm"
+    if norm.kind == "layer_norm" and input.dtype is torch.float32 and len(input) > FEW_ROWS:
+        return True  # its kernel for more rows has no LayerNorm
     return len(layer.weights) == 1 and len(input) > tuned("decode_linear_max_rows_to_normalise", input.device)
 
 
-def takes_kernel(input: Tensor, layer: Linear, residual: Tensor | None = None, norm: str | None = None) -> bool:
+def takes_kernel(
+    input: Tensor,
+    layer: Linear,
+    residual: Tensor | None = None,
+    norm: str | None = None,
+    gated: bool = False,
+) -> bool:
     """Whether `linear` runs on `ops.decode_linear`; it never does if the activation is a module."""
-    return has_kernel("decode_linear", layer.weights[0]) and is_fast(input, layer.weights, residual, norm)
-
-
-class HeadInput(NamedTuple):
-    """The output of a step's last layer, from which either logits or only the likeliest token are computed.
-
-    Attributes:
-        hidden: [rows, hidden], before the final norm.
-        split_k_partials: [2, rows, hidden] float32, which the kernel that reads `hidden` adds to it; or None.
-    """
-
-    hidden: Tensor
-    head: Linear
-    norm: Norm
-    split_k_partials: Tensor | None = None
-
-    def logits(self) -> Tensor:
-        """[rows, vocab] in the weight's dtype."""
-        if self.split_k_partials is not None:
-            return _linear_of_sum(self.hidden, self.split_k_partials, self.head, self.norm)[0]
-        return linear(self.hidden, self.head, norm=self.norm)
-
-    @property
-    def has_kernel_to_select(self) -> bool:
-        """Whether `ops.decode_head_select_` is faster than computing all logits and taking their maximum."""
-        few = len(self.hidden) <= FEW_ROWS and not self.head.biases
-        return few and has_kernel("decode_head_select_", self.head.weights[0])
-
-
-class ResidualStream:
-    """The residual stream of a pre-norm transformer: sublayers read it normalised and add their outputs to it.
-
-    Additions are deferred: if only the next norm reads a sum, that norm's kernel computes it.
-
-    Args:
-        begin: the initial value [rows, hidden], which may be overwritten.
-        clamps_float16: each sum in float16 is clamped as T5Block does.
-    """
-
-    def __init__(self, begin: Tensor, *, clamps_float16: bool = False) -> None:
-        self.clamps_float16 = clamps_float16
-        self._sum = begin
-        self._added: Tensor | None = None
-        self._partials: Tensor | None = None
-
-    def total(self) -> Tensor:
-        """The current value [rows, hidden]."""
-        assert self._partials is None, "the next linear layer adds them up"
-        if self._added is not None:
-            self.replace(self._sum + self._added)
-        return self._sum
-
-    def replace(self, total: Tensor) -> None:
-        """Continues with a sum that an op outside this class has computed."""
-        self._sum, self._added = clamped(total) if self.clamps_float16 else total, None
-
-    @property
-    def is_stored(self) -> bool:
-        """Whether `total` is a tensor already: no addition is deferred."""
-        return self._added is None and self._partials is None
-
-    def of(self, rows: Tensor) -> ResidualStream:
-        """A stream of some of the rows."""
-        return ResidualStream(self.total()[rows], clamps_float16=self.clamps_float16)
-
-    def linear(self, layer: Linear, norm: Norm, activation: Activation | None = None, *, gated: bool = False) -> Tensor:
-        """`activation(layer(norm(total)))`; `gated` as in `linear`."""
-        if self._partials is not None:
-            assert activation is None
-            output, self._sum = _linear_of_sum(self._sum, self._partials, layer, norm)
-            self._partials = None
-            return output
-        is_layer_norm = norm.kind == "layer_norm" and not self.clamps_float16
-        if self._added is None or not self._added.is_cuda or not is_layer_norm:
-            return linear(self.total(), layer, norm=norm, activation=activation, gated=gated)
-        normed, self._sum = ops.add_layer_norm(self._added, self._sum, norm.weight, norm.bias, norm.eps)
-        self._added = None
-        return linear(normed, layer, activation=activation, gated=gated)
-
-    def before(self, head: Linear, norm: Norm) -> HeadInput:
-        """The input of `head(norm(.))`."""
-        if self._partials is not None:
-            return HeadInput(self._sum, head, norm, self._partials)
-        return HeadInput(self.total(), head, norm)
-
-    def add(self, input: Tensor, layer: Linear, following: tuple[Linear, Norm] | None = None) -> None:
-        """Adds `layer(input)`.
-
-        Args:
-            following: the layer and norm of the next call of `linear` or `before`, if that comes before any `total` and
-                has no activation. The layer may then leave split-K partial sums to it.
-        """
-        if following is not None and self._emits_partials(input, layer, *following):
-            weight, self._sum = layer.weights[0], self.total()
-            self._partials = ops.decode_linear_partials(input, weight, *layer.biases, pdl=True, prefetch=layer.prefetch)
-        elif not layer.biases or takes_kernel(input, layer, self.total()):
-            self.replace(linear(input, layer, residual=self.total()))
-        else:
-            # cuBLAS adds either a bias or a residual to a product.
-            self._sum, self._added = self.total(), linear(input, layer)
-
-    def _emits_partials(self, input: Tensor, layer: Linear, following: Linear, norm: Norm) -> bool:
-        weight, next_weight = layer.weights[0], following.weights[0]
-        if not (has_kernel("decode_linear_partials", weight) and has_kernel("decode_linear_of_sum", next_weight)):
-            return False
-        if not emits_partials(input, weight, *layer.biases):
-            return False
-        return accepts_partials(self.total(), next_weight, *following.biases, **norm.of_op)
-
-
-def _linear_of_sum(input: Tensor, split_k_partials: Tensor, layer: Linear, norm: Norm) -> tuple[Tensor, Tensor]:
-    return ops.decode_linear_of_sum(
-        input,
-        split_k_partials,
-        layer.weights[0],
-        *layer.biases,
-        **norm.of_op,
-        eps=norm.eps,
-        pdl=True,
-        prefetch=layer.prefetch,
-    )
+    return has_kernel("decode_linear", layer.weights[0]) and is_fast(input, layer.weights, residual, norm, gated)
 
 
 def _by_library(
@@ -329,7 +245,9 @@ def _by_library(
         output = torch._addmm_activation(bias, input, weight.T, use_gelu=is_gelu)
     else:
         output = _products(input, layer)
-        if gated:
+        if gated and output.is_cuda and isinstance(activation, str):
+            output = ops.gated_activation(output[:, : len(weight)], output[:, len(weight) :], activation)
+        elif gated:
             output = _activated(output[:, : len(weight)], activation) * output[:, len(weight) :]
         else:
             output = _activated(output, activation)
@@ -343,18 +261,21 @@ def _activated(input: Tensor, activation: Activation | None) -> Tensor:
 
 
 def _products(input: Tensor, layer: Linear) -> Tensor:
-    """[rows, N * number of weights]; on a GPU rows are aligned to 16 bytes.
+    """[rows, sum of N]; on a GPU rows are aligned to 16 bytes.
 
     cuBLAS takes several times as long if N is odd, as GPT-2's vocabulary is: the last few columns are a second product.
     """
-    out_features, count = len(layer.weights[0]), len(layer.weights)
-    biases = layer.biases or (None,) * count
-    aligned = out_features // 8 * 8 if input.is_cuda else out_features
-    if count == 1 and aligned == out_features:
+    if takes_kernel(input, layer):
+        return ops.decode_linear(input, layer.weights, layer.biases or None, pdl=True, prefetch=layer.prefetch)
+    widths = [len(weight) for weight in layer.weights]
+    biases = layer.biases or (None,) * len(widths)
+    step = 8 if input.is_cuda else 1
+    if len(widths) == 1 and widths[0] % step == 0:
         return F.linear(input, layer.weights[0], biases[0])
-    output = input.new_empty(len(input), -(-out_features * count // 8) * 8)[:, : out_features * count]
-    for part, weight, bias in zip(output.split(out_features, dim=1), layer.weights, biases, strict=True):
-        for begin, end in ((0, aligned), (aligned, out_features)):
+    output = input.new_empty(len(input), -(-sum(widths) // 8) * 8)[:, : sum(widths)]
+    for part, weight, bias in zip(output.split(widths, dim=1), layer.weights, biases, strict=True):
+        aligned = len(weight) // step * step
+        for begin, end in ((0, aligned), (aligned, len(weight))):
             if begin == end:
                 continue
             factor, out = weight[begin:end].T, part[:, begin:end]

@@ -16,14 +16,11 @@ from fuseopt.tuning import tuned
 # Cache capacities are powers of two up to this one, then multiples of it: few classes, and little waste when long.
 _LARGEST_POWER = 1024
 _SMALLEST_CAPACITY = 128
-# Limits of captured prompts. More tokens keep a GPU busy for longer than the host takes to launch their kernels.
-_MOST_PROMPT_TOKENS = tuned("prompt_graph_max_tokens")
+# The longest prompt that is captured.
 # TUNED: measurement not recorded; `fuseopt bench generate --prompt 1024` measures it again.
 _LONGEST_PROMPT = 1024
 
 _PROMPT_CLASS = 64
-# Up to this many tokens padding is free, as launches dominate. Above, it costs compute, so classes are finer.
-_FEW_PROMPT_TOKENS = tuned("prompt_free_padding_tokens")
 _SMALL_PROMPT_CLASS = 16
 
 
@@ -105,7 +102,8 @@ class DecodeState:
     up to that one. A prefill reads the prompt from `ids` and `prompt_positions`, up to slot `slot`.
 
     Attributes:
-        cache: [layers, 2, rows, heads, capacity, head_dim]; keys, then values.
+        cache: [layers, 2, rows, kv_heads, capacity, head_dim]; keys, then values.
+        rotary_tables: what a step derives from the slots' numbers, [capacity, any] float32 each.
         cross_cache: [layers, 2, items, heads, cross_capacity, head_dim], of the encoder's output.
         tokens, positions: [rows], of the tokens that the next step takes.
         slot: [1], the slot that the next step fills.
@@ -119,6 +117,7 @@ class DecodeState:
         unfinished: [rows], whether a row has no EOS token yet.
         going: [capacity + 1], whether any row continues after the token in this column.
         pad: [1], the id that finished rows are given.
+        random: [3], where a kernel draws its random numbers from; see `ops.decode_sample_`.
         logits, scores: [rows, vocab] float32, before and after the logits processors.
         beams: static tensors of beam search; None outside it.
         absorbed: AbsorbedCrossAttention of a single item, or None.
@@ -147,11 +146,12 @@ class DecodeState:
             if sizes.items == 1 and rows <= FEW_ROWS and 0 < cross_capacity <= shape.absorbed_slots:
                 self.absorbed = AbsorbedCrossAttention(rows, cross_capacity, shape)
             self.slots = torch.arange(capacity, device=shape.device)
+            self.rotary_tables: tuple[Tensor, ...] = ()
             self.tokens, self.pad, self.cross_length = zeros(rows), zeros(1), zeros(1)
             # In one tensor, so that a step advances both by one addition.
             self.counters = zeros(rows + 1)
             self.slot, self.positions = self.counters.split((1, rows))
-            self.length = zeros(1)
+            self.length, self.random = zeros(1), zeros(3)
             self.flags = zeros(rows + capacity + 1, dtype=torch.bool)
             self.unfinished, self.going = self.flags.split((rows, capacity + 1))
             self.beams: BeamState | None = None
@@ -166,6 +166,7 @@ class DecodeState:
     @property
     def bytes(self) -> int:
         own = sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor) and value._base is None)
+        own += sum(table.nbytes for table in self.rotary_tables)
         return own + sum(part.bytes for part in (self.beams, self.absorbed) if part is not None)
 
     @property
@@ -219,6 +220,13 @@ class DecodeState:
             self.prompt_positions.copy_(self.slots)
             self._counts_up = True
 
+    def load_random(self, generator: torch.Generator) -> None:
+        """Lets kernels draw what `generator` would draw from now on."""
+        seed, (own_seed, offset, draws) = generator.initial_seed(), self.random.split(1)
+        own_seed.fill_(seed if seed < 2**63 else seed - 2**64)
+        offset.fill_(generator.get_offset())
+        draws.zero_()
+
     def load_cross(self, length: int, keep: Tensor | None) -> None:
         """Sets which of the first `length` slots of the cross-attention cache may be attended to.
 
@@ -246,9 +254,12 @@ def capacity_for(length: int) -> int:
     return max(_SMALLEST_CAPACITY, 1 << (length - 1).bit_length())
 
 
-def prompt_length_for(rows: int, length: int) -> int | None:
+def prompt_length_for(rows: int, length: int, device: torch.device) -> int | None:
     """The smallest length class that holds `length` tokens a row; None for prompts that are not captured."""
     padded = -(-length // _PROMPT_CLASS) * _PROMPT_CLASS if length > _PROMPT_CLASS else 1 << (length - 1).bit_length()
-    if rows * padded > _FEW_PROMPT_TOKENS:
+    # Padding is free while launches dominate. With more tokens it costs compute, so classes are finer.
+    if rows * padded > tuned("prompt_free_padding_tokens", device):
         padded = -(-length // _SMALL_PROMPT_CLASS) * _SMALL_PROMPT_CLASS
-    return padded if padded <= _LONGEST_PROMPT and rows * padded <= _MOST_PROMPT_TOKENS else None
+    # More tokens keep a GPU busy for longer than the host takes to launch their kernels.
+    is_captured = padded <= _LONGEST_PROMPT and rows * padded <= tuned("prompt_graph_max_tokens", device)
+    return padded if is_captured else None

@@ -19,19 +19,31 @@ from fuseopt.generation.engine.layers import Activation, Linear, Norm
 
 
 class RotaryPositions(NamedTuple):
-    """Queries and keys are rotated by their position, in pairs (i, i + rotated / 2) of each head's first elements.
+    """Queries and keys are rotated by their position, in pairs of each head's first elements.
+
+    Layers that share this object share its table.
 
     Attributes:
-        inverse_frequencies: [rotated / 2] float32.
+        inverse_frequencies: [rotated / 2] of any dtype; computed with in float32.
         scale: factor on sines and cosines.
+        interleaved: pairs are (2 i, 2 i + 1), as in GPT-J, instead of (i, i + rotated / 2).
+        is_rounded: sines and cosines are rounded to the dtype of queries and keys.
     """
 
     inverse_frequencies: Tensor
     scale: float = 1.0
+    interleaved: bool = False
+    is_rounded: bool = True
+
+    def table(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """[..., rotated] float32: cosines, then sines, of `positions` [...]; `dtype` is that of queries and keys."""
+        angles = positions[..., None].float() * self.inverse_frequencies.float()
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * self.scale
+        return table.to(dtype).float() if self.is_rounded else table
 
 
 class RelativeBias(NamedTuple):
-    """A bias by distance, added to self-attention's scores; the same in all layers.
+    """A bias by distance, added to self-attention's scores. Layers may share this object.
 
     Attributes:
         weight: [buckets, heads].
@@ -51,19 +63,30 @@ class SelfAttention(NamedTuple):
         norm: of the input.
         qkv: one weight [(heads + 2 * kv_heads) * head_dim, width] of queries, keys and values, or one for each.
         scale: factor on the scores.
-        q_norm, k_norm: norms of each query and key [head_dim], before they are rotated.
+        per_head: a head's query, key and value are neighbours in `qkv`, as in GPT-NeoX.
+        rotary: how queries and keys are rotated; None if they are not.
+        relative_bias: None for none.
+        q_norm, k_norm: norms of queries and keys before they are rotated: of each head if the weight has [head_dim],
+            else of all heads together.
         window: a query sees this many keys, its own among them; None for all.
         softcap: scores are replaced by softcap * tanh(scores / softcap).
+        output_norm: of the output, before it is added to the residual stream.
+        sum_norm: of the sum, which replaces it in the residual stream.
     """
 
-    norm: Norm
+    norm: Norm | None
     qkv: Linear
     out: Linear
     scale: float
+    per_head: bool = False
+    rotary: RotaryPositions | None = None
+    relative_bias: RelativeBias | None = None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     window: int | None = None
     softcap: float | None = None
+    output_norm: Norm | None = None
+    sum_norm: Norm | None = None
 
 
 class CrossAttention(NamedTuple):
@@ -71,13 +94,15 @@ class CrossAttention(NamedTuple):
 
     Attributes:
         key_value: two weights [heads * head_dim, encoder_width].
+        norm, sum_norm: as in SelfAttention.
     """
 
-    norm: Norm
+    norm: Norm | None
     query: Linear
     key_value: Linear
     out: Linear
     scale: float
+    sum_norm: Norm | None = None
 
 
 class FeedForward(NamedTuple):
@@ -85,13 +110,16 @@ class FeedForward(NamedTuple):
     the second.
 
     Attributes:
-        norm: of the input; None if the layer is parallel and both parts read the same norm.
+        norm: of the input; in a parallel layer None if both parts read the attention's norm.
+        output_norm, sum_norm: as in SelfAttention.
     """
 
     norm: Norm | None
     up: Linear
     activation: Activation
     down: Linear
+    output_norm: Norm | None = None
+    sum_norm: Norm | None = None
 
     @property
     def gated(self) -> bool:
@@ -113,16 +141,19 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A pre-norm transformer decoder with a language-model head.
+    """A transformer decoder with a language-model head.
 
     Attributes:
         token_embedding: [vocab, width].
         head: [vocab, width]; its weight is `token_embedding` if they are tied.
+        final_norm: None if the last layer's `sum_norm` is the last.
         kv_heads: heads of keys and values, each shared by heads / kv_heads heads of queries.
         position_embedding: [positions, width], added to the tokens' embeddings.
         max_length: the number of positions; None if there is no bound.
-        embedding_scale: factor on the embeddings.
+        embedding_scale: factor on the tokens' embeddings.
+        embedding_norm: of the embeddings, with positions.
         parallel_residual: attention and feed-forward read the same input, and their outputs are added to it together.
+        residual_scale: factor on the outputs of attention and feed-forward.
         clamps_float16: float16 residual sums are clamped as T5Block does.
         head_scale: factor on the final norm's output.
         head_softcap: logits are replaced by softcap * tanh(logits / softcap).
@@ -130,17 +161,17 @@ class DecoderSpec:
 
     token_embedding: Tensor
     layers: tuple[Layer, ...]
-    final_norm: Norm
+    final_norm: Norm | None
     head: Linear
     heads: int
     kv_heads: int
     head_dim: int
     max_length: int | None = None
     position_embedding: Tensor | None = None
-    rotary: RotaryPositions | None = None
-    relative_bias: RelativeBias | None = None
     embedding_scale: float | None = None
+    embedding_norm: Norm | None = None
     parallel_residual: bool = False
+    residual_scale: float | None = None
     clamps_float16: bool = False
     head_scale: float | None = None
     head_softcap: float | None = None
@@ -160,59 +191,34 @@ class DecoderSpec:
         """That of keys and values, which their projection returns."""
         return self.layers[0].self_attention.qkv.weights[0].dtype
 
+    @property
+    def rotaries(self) -> tuple[RotaryPositions, ...]:
+        """The rotations of all layers, each once."""
+        found = (layer.self_attention.rotary for layer in self.layers)
+        return tuple({id(rotary): rotary for rotary in found if rotary is not None}.values())
 
-_BUILT_NORMS = ("layer_norm", "t5_rms_norm")
+    @property
+    def relative_biases(self) -> tuple[RelativeBias, ...]:
+        """The biases of all layers, each once."""
+        found = (layer.self_attention.relative_bias for layer in self.layers)
+        return tuple({id(bias): bias for bias in found if bias is not None}.values())
 
 
 def not_built_reasons(spec: DecoderSpec) -> Iterator[str]:
-    """Why `SpecStep` cannot run a spec: what the kernels, or the step around them, do not do yet."""
-    if spec.kv_heads != spec.heads:
-        yield f"{spec.heads} heads share {spec.kv_heads} heads of keys and values"
-    if spec.rotary is not None:
-        yield "queries and keys are rotated"
-    if spec.embedding_scale is not None:
-        yield "embeddings are scaled"
-    if spec.parallel_residual:
-        yield "attention and feed-forward are parallel"
-    if spec.head_softcap is not None:
-        yield "logits are capped"
-    if spec.relative_bias is not None and not spec.has_encoder:
-        yield "a decoder-only model has a relative bias"
-    if spec.position_embedding is not None and spec.has_encoder:
-        yield "the decoder behind an encoder has learned positions"
-    norms = {norm.kind for layer in spec.layers for norm in _norms(layer)} | {spec.final_norm.kind}
-    if len(norms) > 1:
-        yield f"norms are of several kinds: {', '.join(sorted(norms))}"
-    for kind in sorted(norms.difference(_BUILT_NORMS)):
-        yield f"a norm is {kind}"
-    if spec.has_encoder and "layer_norm" in norms:
-        yield "the decoder behind an encoder has LayerNorms"
+    """Why `SpecStep` cannot run a spec."""
+    if spec.head_scale is not None and spec.final_norm is None:
+        yield "the head's input is scaled without a norm before it"
     for layer in spec.layers:
-        attention, cross, feed_forward = layer.self_attention, layer.cross_attention, layer.feed_forward
+        attention, cross = layer.self_attention, layer.cross_attention
         if (cross is None) == spec.has_encoder:
             yield "some layers have cross-attention and some do not"
             return
-        if len({len(weight) for weight in attention.qkv.weights}) > 1:
-            yield "weights of queries, keys and values have different widths"
+        if attention.relative_bias is not None and spec.kv_heads != spec.heads:
+            yield "a bias by distance, with heads that share keys and values"
             return
-        if attention.q_norm is not None or attention.k_norm is not None:
-            yield "queries or keys are normalised"
+        if attention.per_head and spec.kv_heads != spec.heads:
+            yield "queries, keys and values lie head by head, with heads that share keys and values"
             return
-        if attention.window is not None:
-            yield f"attention sees {attention.window} keys"
+        if spec.parallel_residual and (cross is not None or attention.output_norm or attention.sum_norm):
+            yield "parallel layers with cross-attention or norms after them"
             return
-        if attention.softcap is not None:
-            yield "scores are capped"
-            return
-        if feed_forward.gated and (norms == {"layer_norm"} or feed_forward.activation not in ("gelu_tanh", "relu")):
-            yield f"a feed-forward is gated by {feed_forward.activation}"
-            return
-
-
-def _norms(layer: Layer) -> Iterator[Norm]:
-    own, cross, feed_forward = layer.self_attention, layer.cross_attention, layer.feed_forward
-    yield own.norm
-    if cross is not None:
-        yield cross.norm
-    if feed_forward.norm is not None:
-        yield feed_forward.norm

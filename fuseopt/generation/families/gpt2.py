@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fuseopt.generation.engine.layers import Linear, Norm, activation_of, linear_of
+from fuseopt.generation.engine.layers import Linear, activation_of, layer_norm_of, linear_of
 from fuseopt.generation.families.decoder_spec import DecoderSpec, FeedForward, Layer, SelfAttention
 from fuseopt.generation.families.spec_step import SpecStep
 from fuseopt.modules.children import GPT2_CHILDREN
@@ -18,7 +18,7 @@ def spec_of(model: nn.Module) -> DecoderSpec:
         position_embedding=transformer.wpe.weight,
         max_length=transformer.wpe.weight.shape[0],
         layers=tuple(_layer(block) for block in transformer.h),
-        final_norm=_norm(transformer.ln_f),
+        final_norm=layer_norm_of(transformer.ln_f),
         head=linear_of(model.lm_head),
         heads=attention.num_heads,
         kv_heads=attention.num_heads,
@@ -29,13 +29,11 @@ def spec_of(model: nn.Module) -> DecoderSpec:
 def _layer(block: nn.Module) -> Layer:
     attention, mlp = block.attn, block.mlp
     return Layer(
-        SelfAttention(_norm(block.ln_1), _conv1d(attention.c_attn), _conv1d(attention.c_proj), attention.scaling),
-        FeedForward(_norm(block.ln_2), _conv1d(mlp.c_fc), activation_of(mlp.act), _conv1d(mlp.c_proj)),
+        SelfAttention(
+            layer_norm_of(block.ln_1), _conv1d(attention.c_attn), _conv1d(attention.c_proj), attention.scaling
+        ),
+        FeedForward(layer_norm_of(block.ln_2), _conv1d(mlp.c_fc), activation_of(mlp.act), _conv1d(mlp.c_proj)),
     )
-
-
-def _norm(norm: nn.Module) -> Norm:
-    return Norm("layer_norm", norm.weight, norm.bias, norm.eps)
 
 
 def _conv1d(module: nn.Module) -> Linear:

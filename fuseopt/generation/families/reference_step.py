@@ -91,31 +91,32 @@ class ReferenceDecoder:
         cache.keep = keep if cache.keep is None else torch.cat((cache.keep, keep), dim=1)
 
         hidden = F.embedding(tokens, spec.token_embedding)
-        if spec.position_embedding is not None:
-            hidden = hidden + F.embedding(positions, spec.position_embedding)
         if spec.embedding_scale is not None:
             hidden = hidden * spec.embedding_scale
+        if spec.position_embedding is not None:
+            hidden = hidden + F.embedding(positions, spec.position_embedding)
+        hidden = normalise(hidden, spec.embedding_norm)
         for index, layer in enumerate(spec.layers):
-            attended = self.attend_to_tokens(hidden, layer.self_attention, cache, index, positions, past)
+            own, following, cross = layer
+            attended = self.attend_to_tokens(hidden, own, cache, index, positions, past)
             if spec.parallel_residual:
-                before = layer.feed_forward.norm or layer.self_attention.norm
-                hidden = hidden + attended + feed_forward(normalise(hidden, before), layer.feed_forward)
+                before = following.norm or own.norm
+                hidden = hidden + attended + feed_forward(normalise(hidden, before), following)
                 continue
-            hidden = self.add(hidden, attended)
-            if layer.cross_attention is not None:
-                hidden = self.add(hidden, self.attend_to_encoder(hidden, layer.cross_attention, cache, index))
-            assert layer.feed_forward.norm is not None, "only a parallel layer shares a norm"
-            fed_forward = feed_forward(normalise(hidden, layer.feed_forward.norm), layer.feed_forward)
-            hidden = self.add(hidden, fed_forward)
+            hidden = self.add(hidden, attended, own)
+            if cross is not None:
+                hidden = self.add(hidden, self.attend_to_encoder(hidden, cross, cache, index), cross)
+            hidden = self.add(hidden, feed_forward(normalise(hidden, following.norm), following), following)
         hidden = normalise(hidden, spec.final_norm)
         if spec.head_scale is not None:
             hidden = hidden * spec.head_scale
         logits = linear(hidden, spec.head)
         return logits if spec.head_softcap is None else softcapped(logits, spec.head_softcap)
 
-    def add(self, hidden: Tensor, output: Tensor) -> Tensor:
-        hidden = hidden + output
-        return clamped(hidden) if self.spec.clamps_float16 else hidden
+    def add(self, hidden: Tensor, output: Tensor, of: SelfAttention | CrossAttention | FeedForward) -> Tensor:
+        output = output if isinstance(of, CrossAttention) else normalise(output, of.output_norm)
+        hidden = hidden + (output if self.spec.residual_scale is None else output * self.spec.residual_scale)
+        return normalise(clamped(hidden) if self.spec.clamps_float16 else hidden, of.sum_norm)
 
     def attend_to_tokens(
         self,
@@ -128,15 +129,16 @@ class ReferenceDecoder:
     ) -> Tensor:
         """[rows, length, width] -> the same, after the output projection; `past` tokens were in the cache before."""
         spec = self.spec
-        widths = [heads * spec.head_dim for heads in (spec.heads, spec.kv_heads, spec.kv_heads)]
-        query, keys, values = linear(normalise(hidden, attention.norm), attention.qkv).split(widths, dim=-1)
-        query, keys, values = map(self.split_heads, (query, keys, values))
-        if attention.q_norm is not None:
-            query = normalise(query, attention.q_norm)
-        if attention.k_norm is not None:
-            keys = normalise(keys, attention.k_norm)
-        if spec.rotary is not None:
-            query, keys = (rotate(part, positions, spec.rotary) for part in (query, keys))
+        projected = linear(normalise(hidden, attention.norm), attention.qkv)
+        if attention.per_head:
+            query, keys, values = projected.unflatten(-1, (spec.heads, 3, -1)).unbind(-2)
+        else:
+            each = (spec.heads, spec.kv_heads, spec.kv_heads)
+            query, keys, values = projected.unflatten(-1, (-1, spec.head_dim)).split(each, dim=-2)
+        query, keys = normalise_heads(query, attention.q_norm), normalise_heads(keys, attention.k_norm)
+        query, keys, values = (part.transpose(1, 2) for part in (query, keys, values))
+        if attention.rotary is not None:
+            query, keys = (rotate(part, positions, attention.rotary) for part in (query, keys))
         keys, values = cache.append(index, keys, values)
 
         # [queries, keys]: how far a key lies before a query in the cache.
@@ -147,8 +149,8 @@ class ReferenceDecoder:
             seen = seen & (distance < attention.window)
         assert cache.keep is not None
         mask = additive(seen & cache.keep[:, None, None, :], query.dtype)
-        if spec.relative_bias is not None:
-            bias = F.embedding(spec.relative_bias.bucket_of(distance.clamp(min=0)), spec.relative_bias.weight)
+        if attention.relative_bias is not None:
+            bias = F.embedding(attention.relative_bias.bucket_of(distance.clamp(min=0)), attention.relative_bias.weight)
             mask = mask + bias.permute(2, 0, 1)
         return linear(attend(query, keys, values, mask, attention.scale, attention.softcap), attention.out)
 
@@ -202,13 +204,17 @@ def linear(hidden: Tensor, layer: Linear) -> Tensor:
     return torch.cat(products, dim=-1)
 
 
-def normalise(hidden: Tensor, norm: Norm) -> Tensor:
-    """Over the last dimension, in float32."""
+def normalise(hidden: Tensor, norm: Norm | None) -> Tensor:
+    """Over the last dimension, in float32; `hidden` itself without a norm."""
+    if norm is None:
+        return hidden
     if norm.kind == "layer_norm":
-        return F.layer_norm(hidden, norm.weight.shape, norm.weight, norm.bias, norm.eps)
+        return F.layer_norm(hidden, hidden.shape[-1:], norm.weight, norm.bias, norm.eps)
     scaled = hidden.float() * torch.rsqrt(hidden.float().pow(2).mean(-1, keepdim=True) + norm.eps)
     if norm.kind == "gemma_rms_norm":
         return (scaled * (1 + norm.weight.float())).to(hidden.dtype)
+    if norm.kind == "float32_rms_norm":
+        return (scaled * norm.weight).to(hidden.dtype)
     if norm.kind in ("rms_norm", "t5_rms_norm"):
         # transformers' LlamaRMSNorm returns to the input's dtype, T5LayerNorm to the weight's, before the product.
         dtype = norm.weight.dtype if norm.kind == "t5_rms_norm" else hidden.dtype
@@ -216,13 +222,24 @@ def normalise(hidden: Tensor, norm: Norm) -> Tensor:
     raise ValueError(f"unknown norm {norm.kind!r}")
 
 
+def normalise_heads(heads: Tensor, norm: Norm | None) -> Tensor:
+    """[..., heads, head_dim], each head or all together, by the size of the weight."""
+    if norm is None or norm.weight.numel() == heads.shape[-1]:
+        return normalise(heads, norm)
+    return normalise(heads.flatten(-2), norm).view_as(heads)
+
+
 def rotate(vectors: Tensor, positions: Tensor, rotary: RotaryPositions) -> Tensor:
     """[rows, heads, length, head_dim], rotated by `positions` [rows, length]; elements after the rotated stay."""
-    angles = positions[:, None, :, None] * rotary.inverse_frequencies
-    cos, sin = (part.to(vectors.dtype) for part in (angles.cos() * rotary.scale, angles.sin() * rotary.scale))
-    half = len(rotary.inverse_frequencies)
-    first, second, rest = vectors.tensor_split((half, 2 * half), dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+    cos, sin = rotary.table(positions, vectors.dtype)[:, None].chunk(2, dim=-1)
+    rotated, rest = vectors.tensor_split((2 * cos.shape[-1],), dim=-1)
+    if rotary.interleaved:
+        first, second = rotated[..., ::2], rotated[..., 1::2]
+    else:
+        first, second = rotated.chunk(2, dim=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    rotated = torch.stack(turned, dim=-1).flatten(-2) if rotary.interleaved else torch.cat(turned, dim=-1)
+    return torch.cat((rotated.to(vectors.dtype), rest), dim=-1)
 
 
 def softcapped(scores: Tensor, softcap: float) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,28 +14,26 @@ from torch.nn import functional as F
 from fuseopt import ops
 from fuseopt.generation.engine.attention import StepAttention, additive
 from fuseopt.generation.engine.layers import (
-    HeadInput,
     Linear,
     Norm,
-    ResidualStream,
-    causal_mask,
     embedded,
     has_kernel,
     linear,
+    normalised,
     plan_l2_prefetch,
 )
-from fuseopt.generation.engine.state import AbsorbedCrossAttention, CacheShape, DecodeState
+from fuseopt.generation.engine.prompt_attention import PromptAttention
+from fuseopt.generation.engine.residual_stream import HeadInput, ResidualStream
+from fuseopt.generation.engine.state import AbsorbedCrossAttention, CacheShape, DecodeState, Sizes
 from fuseopt.generation.families.decoder_spec import (
     CrossAttention,
     DecoderSpec,
     FeedForward,
     Layer,
-    SelfAttention,
     not_built_reasons,
 )
 from fuseopt.generation.families.step_interface import DecodeStep
 from fuseopt.generation.prompt.prompts import store
-from fuseopt.ops.decode.prompt_attention import is_fast
 from fuseopt.ops.decode.softmax_linear import GROUP, MOST_GROUPS
 
 
@@ -50,9 +49,14 @@ class SpecStep(DecodeStep):
     - Before a LayerNorm a linear layer may leave split-K partial sums, which the next layer's kernel adds up.
     - With one weight for queries, keys and values and no bias by distance, projection and attention may be one kernel.
 
+    Attributes:
+        config_fields: what `spec_of`, or the forward that it describes, reads from the config.
+
     Raises:
         ValueError: the spec has something that `not_built_reasons` names.
     """
+
+    config_fields: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, model: nn.Module) -> None:
         spec = self.spec = self.spec_of(model)
@@ -61,6 +65,8 @@ class SpecStep(DecodeStep):
             raise ValueError(f"no decode step can run this {type(model).__name__}: {'; '.join(reasons)}")
         self.layers, self.head, self.token_embedding = spec.layers, spec.head, spec.token_embedding
         self.vocab, self.max_length = len(spec.head.weights[0]), spec.max_length
+        self.bounds_positions = bool(spec.rotaries)
+        self.windows = [layer.self_attention.window for layer in self.layers]
         self._plan_l2_prefetch(self.layers)
         self.shape = CacheShape(
             len(self.layers),
@@ -72,13 +78,13 @@ class SpecStep(DecodeStep):
             absorbed_slots=self._absorbed_slots(),
         )
         # What `begin` fills. A tensor made in inference mode could not be written to outside it later.
-        self.bias: Tensor | None = None
+        self.biases: dict[int, Tensor] = {}
         self.final_norm = spec.final_norm
         with torch.inference_mode(False):
-            if spec.relative_bias is not None:
-                weight = spec.relative_bias.weight
-                self.bias = weight.new_zeros(spec.relative_bias.max_distance + 1, weight.shape[1]).T.contiguous()
-            if spec.head_scale is not None:
+            for bias in spec.relative_biases:
+                zeros = bias.weight.new_zeros(bias.max_distance + 1, bias.weight.shape[1])
+                self.biases[id(bias)] = zeros.T.contiguous()
+            if spec.head_scale is not None and spec.final_norm is not None:
                 self.final_norm = spec.final_norm._replace(weight=torch.zeros_like(spec.final_norm.weight))
 
     @staticmethod
@@ -86,28 +92,50 @@ class SpecStep(DecodeStep):
         """Where the parts of `model` are."""
         raise NotImplementedError
 
+    @classmethod
+    def constants(cls, model: nn.Module) -> tuple[Hashable, ...]:
+        """`config_fields`, and the buffers of `buffers_of` by address and version."""
+        fields = (getattr(model.config, name, None) for name in cls.config_fields)
+        buffers = (
+            (buffer.data_ptr(), buffer.dtype, None if buffer.is_inference() else buffer._version)
+            for module in cls.buffers_of(model)
+            for buffer in module._buffers.values()
+            if buffer is not None
+        )
+        return (*(tuple(field) if isinstance(field, list) else field for field in fields), *buffers)
+
+    @staticmethod
+    def buffers_of(model: nn.Module) -> Sequence[nn.Module]:
+        """The modules whose buffers `spec_of` reads."""
+        return ()
+
+    def new_state(self, sizes: Sizes) -> DecodeState:
+        state = DecodeState(sizes, self.shape, self.vocab)
+        with torch.inference_mode(False):
+            state.rotary_tables = tuple(
+                rotary.table(state.slots, self.shape.dtype).contiguous() for rotary in self.spec.rotaries
+            )
+        return state
+
     def begin(self) -> None:
-        """Fills the relative bias by distance, and the final norm's weight with the factor after that norm."""
+        """Fills the relative biases by distance, and the final norm's weight with the factor after that norm."""
         spec = self.spec
-        if spec.relative_bias is not None and self.bias is not None:
-            self.bias.copy_(F.embedding(self._buckets_by_distance, spec.relative_bias.weight).T)
-        if spec.head_scale is not None:
+        for bias in spec.relative_biases:
+            self.biases[id(bias)].copy_(F.embedding(self._buckets_by_distance[id(bias)], bias.weight).T)
+        if spec.head_scale is not None and self.final_norm is not None and spec.final_norm is not None:
             self.final_norm.weight.copy_(spec.final_norm.weight * spec.head_scale)
 
     def __call__(self, state: DecodeState) -> HeadInput:
-        slots = StepAttention(state, self.bias)
+        slots = StepAttention(state, self.biases, self._tables(state))
         stream = self._stream(state.tokens, state.positions)
         layers = self.layers if state.absorbed is None else self._absorbed_layers(state.absorbed)
         cross_caches: Iterable[Tensor | None] = state.cross_cache if self.spec.has_encoder else (None,) * len(layers)
         for layer, cache, cross_cache, following in zip(
             layers, state.cache, cross_caches, self._following(), strict=True
         ):
-            own = layer.self_attention
-            stream.add(slots.project_to_slots(stream, own.qkv, own.norm, cache, own.scale), own.out)
-            if layer.cross_attention is not None and cross_cache is not None:
-                self._add_cross_attention(stream, layer.cross_attention, cross_cache, slots)
-            add_feed_forward(stream, layer.feed_forward, following)
-        return stream.before(self.head, self.final_norm)
+            attended = slots.project_to_slots(stream, layer.self_attention, cache)
+            self._end_layer(stream, layer, attended, following, slots, cross_cache)
+        return stream.before(self.head, self.final_norm, self.spec.head_softcap)
 
     def prefill(self, state: DecodeState, length: int, masked: bool) -> None:
         """See DecodeStep. In a decoder-only model the padding after a prompt leaves keys and values in the cache; no
@@ -147,57 +175,40 @@ class SpecStep(DecodeStep):
         rows = state.sizes.rows
         in_prompt = state.slots[:length] < state.slot
         tokens, positions = (ids[:, :length] * in_prompt for ids in (state.ids, state.prompt_positions))
-        mask = None
-        if masked:
-            # As numbers, since PyTorch would turn it into numbers in every layer.
-            mask = torch.zeros(rows, 1, length, length, dtype=self.shape.dtype, device=state.device)
-            seen = state.keep[:, None, None, :length] & causal_mask(length, state.device)
-            mask = mask.masked_fill_(~seen, -torch.inf)
-
+        attentions = [layer.self_attention for layer in self.layers]
+        slots = PromptAttention(state, length, masked, attentions, self._tables(state), positions)
         last = torch.arange(0, rows * length, length, device=state.device) + (state.slot - 1)
         stream = self._stream(tokens.flatten(), positions.flatten())
         following = [*self._following()[:-1], None]
         for layer, cache, after in zip(self.layers, state.cache, following, strict=True):
-            attended = self._attend_in_prompt(stream, layer.self_attention, cache, (rows, length), in_prompt, mask)
+            attended = slots.project(stream, layer.self_attention, cache)
             if layer is self.layers[-1]:
                 # Of all other tokens the last layer has only keys and values.
                 attended, stream = attended[last], stream.of(last)
-            stream.add(attended, layer.self_attention.out)
-            add_feed_forward(stream, layer.feed_forward, after)
-        state.logits.copy_(stream.before(self.head, self.final_norm).logits())
+            self._end_layer(stream, layer, attended, after)
+        state.logits.copy_(stream.before(self.head, self.final_norm, self.spec.head_softcap).logits())
 
-    def _attend_in_prompt(
+    def _end_layer(
         self,
         stream: ResidualStream,
-        attention: SelfAttention,
-        cache: Tensor,
-        size: tuple[int, int],
-        in_prompt: Tensor,
-        mask: Tensor | None,
-    ) -> Tensor:
-        """Causal attention within each row of a prompt, whose keys and values go into the first slots of a cache.
-
-        Args:
-            cache: [2, rows, heads, capacity, head_dim].
-            size: rows, and tokens a row with the padding after them.
-            in_prompt: [length] bool, False for that padding.
-            mask: [rows, 1, length, length], added to the scores; None for a causal mask alone.
-
-        Returns:
-            [rows * length, heads * head_dim].
-        """
-        rows, length = size
-        qkv = self._split_heads(stream.linear(attention.qkv, attention.norm), 3).unflatten(0, size)
-        if mask is None and is_fast(qkv, cache[0], cache[1]):
-            return ops.prompt_attention_(qkv, cache[0], cache[1], attention.scale, pdl=True).flatten(0, 1)
-        qkv = qkv.permute(2, 0, 3, 1, 4)
-        # PyTorch's attention multiplies masked values by 0, and 0 * NaN is NaN, so padding gets zeros.
-        store(cache[:, :, :, :length], qkv[1:], in_prompt[:, None])
-        keys, values = cache[:, :, :, :length].unbind()
-        attended = F.scaled_dot_product_attention(
-            qkv[0], keys, values, attn_mask=mask, is_causal=mask is None, scale=attention.scale
-        )
-        return attended.transpose(1, 2).reshape(rows * length, -1)
+        layer: Layer,
+        attended: Tensor,
+        following: tuple[Linear, Norm] | None,
+        slots: StepAttention | None = None,
+        cross_cache: Tensor | None = None,
+    ) -> None:
+        """All of a layer after its self-attention, whose output projection has not been applied to `attended`."""
+        own, cross, feed_forward = layer.self_attention, layer.cross_attention, layer.feed_forward
+        if self.spec.parallel_residual:
+            norm = feed_forward.norm or own.norm
+            inner = stream.linear(feed_forward.up, norm, feed_forward.activation, gated=feed_forward.gated)
+            stream.add(attended, own.out)
+            stream.add(inner, feed_forward.down, following)
+            return
+        stream.add(attended, own.out, output_norm=own.output_norm, sum_norm=own.sum_norm)
+        if cross is not None and cross_cache is not None and slots is not None:
+            self._add_cross_attention(stream, cross, cross_cache, slots)
+        add_feed_forward(stream, feed_forward, following)
 
     def _add_cross_attention(
         self, stream: ResidualStream, cross: CrossAttention, cache: Tensor, slots: StepAttention
@@ -205,7 +216,7 @@ class SpecStep(DecodeStep):
         absorbed = slots.state.absorbed
         if absorbed is None:
             query = self._split_heads(stream.linear(cross.query, cross.norm), 1)[:, 0]
-            stream.add(slots.to_encoder(query, cache, cross.scale), cross.out)
+            stream.add(slots.to_encoder(query, cache, cross.scale), cross.out, sum_norm=cross.sum_norm)
         else:
             stream.replace(self._plus_absorbed(stream.total(), cross, absorbed.mask))
 
@@ -215,11 +226,12 @@ class SpecStep(DecodeStep):
         Args:
             cross: of `_absorbed_layers`: `query` gives scores, `out` takes their softmax.
         """
+        assert cross.norm is not None, "_absorbed_slots"
         scores = ops.decode_linear(
             hidden,
             cross.query.weights,
             residual=mask,
-            norm=cross.norm.kind,
+            norm=cross.norm.op_kind,
             norm_weight=cross.norm.weight,
             eps=cross.norm.eps,
             pdl=True,
@@ -257,7 +269,7 @@ class SpecStep(DecodeStep):
             return 0
         crosses = self._cross_attentions
         weight = crosses[0].query.weights[0]
-        unscaled = all(cross.scale == 1 for cross in crosses)
+        unscaled = all(cross.scale == 1 and cross.norm is not None and not cross.query.biases for cross in crosses)
         projections = (part.weights[0] for cross in crosses for part in (cross.query, cross.out))
         are_bfloat16 = all(projection.dtype is torch.bfloat16 for projection in projections)
         has_kernels = has_kernel("decode_softmax_linear", weight) and has_kernel("decode_linear", weight)
@@ -267,16 +279,23 @@ class SpecStep(DecodeStep):
         """The residual stream of tokens [rows] before the first layer."""
         spec = self.spec
         of_positions = () if spec.position_embedding is None else (positions, spec.position_embedding)
-        begin = embedded(tokens, spec.token_embedding, *of_positions)
-        return ResidualStream(begin, clamps_float16=spec.clamps_float16)
+        if spec.embedding_scale is None:
+            begin = embedded(tokens, spec.token_embedding, *of_positions)
+        else:
+            begin = F.embedding(tokens, spec.token_embedding) * spec.embedding_scale
+            begin = begin + F.embedding(*of_positions) if of_positions else begin
+        begin = begin if spec.embedding_norm is None else normalised(begin, spec.embedding_norm)
+        return ResidualStream(begin, clamps_float16=spec.clamps_float16, scale=spec.residual_scale)
+
+    def _tables(self, state: DecodeState) -> dict[int, Tensor]:
+        return {id(rotary): table for rotary, table in zip(self.spec.rotaries, state.rotary_tables, strict=True)}
 
     def _following(self) -> Sequence[tuple[Linear, Norm] | None]:
         """For each layer the linear layer that reads its sum, with its norm; None where no kernel takes split-K partial
         sums together with such a norm."""
-        if self.final_norm.kind != "layer_norm":
-            return (None,) * len(self.layers)
-        attentions = (layer.self_attention for layer in self.layers[1:])
-        return (*((attention.qkv, attention.norm) for attention in attentions), (self.head, self.final_norm))
+        readers = [(layer.self_attention.qkv, layer.self_attention.norm) for layer in self.layers[1:]]
+        readers.append((self.head, self.final_norm))
+        return [(layer, norm) if norm is not None and norm.kind == "layer_norm" else None for layer, norm in readers]
 
     def _plan_l2_prefetch(self, layers: Sequence[Layer]) -> None:
         plan_l2_prefetch([part for layer in layers for part in layer.linears], self.head)
@@ -289,17 +308,23 @@ class SpecStep(DecodeStep):
         return [layer.cross_attention for layer in self.layers if layer.cross_attention is not None]
 
     @functools.cached_property
-    def _buckets_by_distance(self) -> Tensor:
-        """[max_distance + 1] int64: greater distances are all in the last bucket."""
-        bias = self.spec.relative_bias
-        assert bias is not None
-        return bias.bucket_of(torch.arange(bias.max_distance + 1, device=bias.weight.device))
+    def _buckets_by_distance(self) -> dict[int, Tensor]:
+        """By the id of a RelativeBias, [max_distance + 1] int64: greater distances are all in the last bucket."""
+        return {
+            id(bias): bias.bucket_of(torch.arange(bias.max_distance + 1, device=bias.weight.device))
+            for bias in self.spec.relative_biases
+        }
 
 
 def add_feed_forward(
     stream: ResidualStream, feed_forward: FeedForward, following: tuple[Linear, Norm] | None = None
 ) -> None:
     """Adds a feed-forward's output to its input; `following` as in `ResidualStream.add`."""
-    assert feed_forward.norm is not None, "parallel layers are refused"
     inner = stream.linear(feed_forward.up, feed_forward.norm, feed_forward.activation, gated=feed_forward.gated)
-    stream.add(inner, feed_forward.down, following)
+    stream.add(
+        inner,
+        feed_forward.down,
+        following,
+        output_norm=feed_forward.output_norm,
+        sum_norm=feed_forward.sum_norm,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor, nn
@@ -13,8 +13,8 @@ from fuseopt.modules.children import Children
 
 if TYPE_CHECKING:
     from fuseopt.generation.engine.graphs import StepGraphs
-    from fuseopt.generation.engine.layers import HeadInput
-    from fuseopt.generation.engine.state import CacheShape, DecodeState
+    from fuseopt.generation.engine.residual_stream import HeadInput
+    from fuseopt.generation.engine.state import CacheShape, DecodeState, Sizes
 
 logger = logging.getLogger(__name__)
 
@@ -60,21 +60,28 @@ class DecodeStep(Protocol):
         model_class: full name of the only class whose instances it runs, such as
             "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel". A subclass is not served.
         children: the classes that modules below `roots` must have, see `fuseopt.modules.children`.
+        prompt_attentions: with these values of `config._attn_implementation`, `prefill` runs the prompts of a
+            decoder-only model, else the model's forward does.
         encoder_class: the encoder's step; None for decoder-only models.
         token_embedding: [vocab, width], whose dtype and device tell whether the engine's kernels apply.
         shape: of the key-value cache, from which the engine makes a `DecodeState`.
         vocab: width of the logits.
         max_length: how many positions there are in a sequence; None if there is no bound.
+        bounds_positions: positions must be below the number of the cache's slots.
+        windows: how many slots the self-attention of each layer sees, its own among them; None for all.
     """
 
     model_class: ClassVar[str]
     children: ClassVar[Children]
+    prompt_attentions: ClassVar[tuple[str, ...]] = ("sdpa",)
     encoder_class: ClassVar[type[EncoderStep] | None] = None
 
     token_embedding: Tensor
     shape: CacheShape
     vocab: int
     max_length: int | None
+    bounds_positions: bool = False
+    windows: Sequence[int | None] = ()
 
     def __init__(self, model: nn.Module) -> None: ...
 
@@ -95,6 +102,12 @@ class DecodeStep(Protocol):
     def not_supported_reasons(model: nn.Module) -> list[str]:
         """Why the step would compute something else than the model's forward; `children` are checked elsewhere."""
         return []
+
+    def new_state(self, sizes: Sizes) -> DecodeState:
+        """The static tensors of steps of these sizes."""
+        from fuseopt.generation.engine.state import DecodeState
+
+        return DecodeState(sizes, self.shape, self.vocab)
 
     def begin(self) -> None:
         """Computes what is the same for all steps of one generate() call, into tensors that the step owns."""

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fuseopt.generation.engine.graphs import PromptWork, StepGraphs
-from fuseopt.generation.engine.layers import ResidualStream, embedded, normalised
+from fuseopt.generation.engine.layers import embedded, normalised
+from fuseopt.generation.engine.residual_stream import ResidualStream
 from fuseopt.generation.engine.state import prompt_length_for
 from fuseopt.generation.families.spec_step import add_feed_forward
 from fuseopt.generation.families.step_interface import EncoderStep
@@ -58,7 +59,7 @@ class T5Encoder(EncoderStep):
 
     def state_for(self, graphs: StepGraphs, items: int, length: int) -> EncoderState | None:
         """What prompts of this class run in; None where a call would gain nothing."""
-        padded = prompt_length_for(items, length)
+        padded = prompt_length_for(items, length, self.token_embedding.device)
         if padded is None:
             return None
         return graphs.state(("encoder", items, padded), lambda: self._state(items, padded))

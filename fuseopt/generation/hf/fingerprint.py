@@ -12,6 +12,7 @@ from fuseopt.blocks.causal_attention import CausalStackForward
 from fuseopt.blocks.gpt2_inference import GPT2InferenceForward, GPT2StackForward
 from fuseopt.blocks.relative_attention import RelativeStackForward
 from fuseopt.blocks.residual import GPT2BlockForward, T5BlockForward
+from fuseopt.blocks.rotary_embedding import RotaryAttentionForward
 from fuseopt.blocks.t5_inference import T5InferenceForward, T5StackForward
 from fuseopt.generation.hf.redundant_attributes import contradictions
 from fuseopt.modules.base import has_hooks
@@ -34,6 +35,7 @@ _FORWARDS = (
     GPT2InferenceForward,
     GPT2StackForward,
     RelativeStackForward,
+    RotaryAttentionForward,
     T5BlockForward,
     T5InferenceForward,
     T5StackForward,

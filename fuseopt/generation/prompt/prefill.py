@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from fuseopt.generation.engine.beam_state import along_ancestry
 from fuseopt.generation.engine.graphs import StepGraphs
@@ -63,7 +63,7 @@ def prefill(
     is_early_mask = early is not None and keep is not None and keep is early.attention_mask
     if not is_early_mask and keep is not None and keep.shape == input_ids.shape and bool(keep.all()):
         keep = None
-    if not is_token_prompt(model, input_ids, config, model_kwargs) or (keep is not None and length == 1):
+    if not is_token_prompt(step, model, input_ids, config, model_kwargs) or (keep is not None and length == 1):
         step.begin()
         prefilled = _by_the_model(model, state, input_ids, config, model_kwargs)
         step.cross_cache_filled(state)
@@ -109,7 +109,9 @@ def store_cache(state: DecodeState, past_key_values: Any, slots: int, cross_slot
     _store(state.cache, past_key_values, slots, ancestry=ancestry)
 
 
-def is_token_prompt(model: nn.Module, input_ids: Tensor, config: Any, model_kwargs: Mapping[str, Any]) -> bool:
+def is_token_prompt(
+    step: DecodeStep, model: nn.Module, input_ids: Tensor, config: Any, model_kwargs: Mapping[str, Any]
+) -> bool:
     """Whether the step's prefill can run the prompt: tokens, an empty cache, and masks and positions that fit them."""
     cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
     masked, positions = input_ids, model_kwargs.get("position_ids")
@@ -118,8 +120,10 @@ def is_token_prompt(model: nn.Module, input_ids: Tensor, config: Any, model_kwar
         masked_too = model_kwargs.get("decoder_attention_mask") is not None
         if input_ids.shape[1] != 1 or masked_too or cache.cross_attention_cache.get_seq_length():
             return False
-    elif model.config._attn_implementation != "sdpa":
+    elif model.config._attn_implementation not in step.prompt_attentions:
         return False
+    elif model.config._attn_implementation == "eager" and mask is not None and not bool(mask.all()):
+        return False  # there a query without keys attends to all, in PyTorch's attention to none
     return (
         input_ids.shape[1] > 0
         and (mask is None or mask.shape == masked.shape)
@@ -157,12 +161,16 @@ def _by_the_model(
 
 
 def _load(static: Tensor, cache: DynamicCache, queries_per_kv: int = 1) -> int:
-    """Copies keys and values into [layers, 2, items, heads, capacity, head_dim]; returns how many slots they fill."""
+    """Copies keys and values into [layers, 2, items, kv_heads, capacity, head_dim]; returns how many slots they fill.
+
+    A layer of a sliding window holds the last slots only, and no step attends to others.
+    """
     slots = cache.get_seq_length()
     # transformers makes as many layers as the encoder has, which may be more.
     for target, layer in zip(static, cache.layers[: len(static)], strict=True):
-        target[0, :, :, :slots] = layer.keys[::queries_per_kv]
-        target[1, :, :, :slots] = layer.values[::queries_per_kv]
+        held = slots - layer.keys.shape[2]
+        target[0, :, :, held:slots] = layer.keys[::queries_per_kv]
+        target[1, :, :, held:slots] = layer.values[::queries_per_kv]
     return slots
 
 
@@ -176,5 +184,9 @@ def _store(
         keys, values = source[:, :, :, :slots].repeat_interleave(queries_per_kv, dim=1)
         if empty:
             cache.update(keys, values, index)
-        else:
-            cache.layers[index].keys, cache.layers[index].values = keys, values
+            continue
+        layer = cache.layers[index]
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            keys, values = (part[:, :, -layer.sliding_window + 1 :] for part in (keys, values))
+            layer.cumulative_length = slots
+        layer.keys, layer.values = keys, values

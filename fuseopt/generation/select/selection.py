@@ -11,10 +11,12 @@ from torch import Tensor
 
 from fuseopt import ops
 from fuseopt.generation.engine.device_constants import TrackedCopy
-from fuseopt.generation.engine.layers import HeadInput
+from fuseopt.generation.engine.residual_stream import HeadInput
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.select.device_processors import DeviceProcessor, Edits, sampling_filters
 from fuseopt.ops import LogitsEdits
+from fuseopt.ops.decode.sample import draws_numbers
+from fuseopt.ops.decode.torch_draw import offset_of_draw
 
 
 class Selection:
@@ -48,10 +50,10 @@ class Selection:
         self.keep_logits, self.keep_scores = keep_logits, keep_scores
         # The op that selects can apply the last edits itself, and filters after them if it draws a token. That op also
         # writes processed scores where they are kept.
-        draws = do_sample and self._draws_tokens
-        is_left_to_op = draws or not (do_sample or keep_scores)
-        self._op_keeps_scores = draws and keep_scores
-        filters, self._filters = sampling_filters(processors if draws else (), keep_scores)
+        is_left_to_op = do_sample or not keep_scores
+        self._op_keeps_scores = do_sample and keep_scores
+        uses_scores = keep_scores or not self._draws_tokens
+        filters, self._filters = sampling_filters(processors if do_sample else (), uses_scores)
         before = processors[: len(processors) - filters]
         last = before[-1] if before else None
         self._last_edits = last if isinstance(last, Edits) and is_left_to_op else None
@@ -69,6 +71,15 @@ class Selection:
     def not_captured(self) -> str:
         """Why a step with this selection cannot be captured on a GPU; empty if it can."""
         return ""
+
+    def offset_of_draw(self, state: DecodeState) -> int:
+        """By how much a call advances the offset of torch's generator if its kernel draws; 0 if torch draws."""
+        if not (self.do_sample and self._kernel_draws(state)):
+            return 0
+        return offset_of_draw(state.logits.numel(), state.device)
+
+    def _kernel_draws(self, state: DecodeState) -> bool:
+        return draws_numbers(state.logits)
 
     @property
     def may_end_early(self) -> bool:
@@ -131,16 +142,14 @@ class Selection:
         if not (self._takes_likeliest and hidden.has_kernel_to_select):
             self(state, hidden.logits())
             return
-        kind, weight, bias, eps = hidden.norm
+        assert hidden.norm is not None, "has_kernel_to_select"
         ops.decode_head_select_(
             hidden.hidden,
             hidden.head.weights[0],
             *self._written(state),
             split_k_partials=hidden.split_k_partials,
-            norm=kind,
-            norm_weight=weight,
-            norm_bias=bias,
-            eps=eps,
+            **hidden.norm.of_op,
+            eps=hidden.norm.eps,
             counters=(state.counters,),
             edits=self._edits_left(state),
             pdl=True,
@@ -156,7 +165,13 @@ class Selection:
         options: dict[str, Any] = {"counters": counters, "edits": self._edits_left(state), "pdl": True}
         if self.do_sample:
             options |= {"filters": self._filters, "kept": state.scores if self._op_keeps_scores else None}
-            ops.decode_sample_(scores, _drawn_for(scores), *self._written(state), **options)
+            # Numbers [rows, vocab], as torch.multinomial draws them for one sample of a row.
+            numbers = None
+            if self.offset_of_draw(state):
+                options["random"] = state.random
+            else:
+                numbers = torch.empty(scores.shape, dtype=torch.float32, device=scores.device).exponential_()
+            ops.decode_sample_(scores, numbers, *self._written(state), **options)
         else:
             ops.decode_select_(scores, *self._written(state), **options)
 
@@ -174,8 +189,3 @@ class Selection:
 
     def _edits_left(self, state: DecodeState) -> LogitsEdits | None:
         return None if self._last_edits is None else self._last_edits.of(state)
-
-
-def _drawn_for(scores: Tensor) -> Tensor:
-    """Random numbers [rows, vocab], as torch.multinomial draws them for one sample of a row."""
-    return torch.empty(scores.shape, dtype=torch.float32, device=scores.device).exponential_()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fuseopt.ops import registry
+from fuseopt.ops.decode.head_rotation import HeadRotation
 from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
 
 
@@ -40,7 +41,7 @@ def _update_fake(
     bias: Tensor | None,
     ancestry: Tensor | None,
     scale: float,
-    pdl: bool,
+    *further: object,
 ) -> Tensor:
     return query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
 
@@ -52,8 +53,9 @@ RAW = define(
 )
 UPDATE_RAW = define(
     "decode_attention_(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,"
-    " Tensor positions, Tensor? starts, Tensor? mask, Tensor? bias, Tensor? ancestry, float scale, bool pdl)"
-    " -> Tensor",
+    " Tensor positions, Tensor? starts, Tensor? mask, Tensor? bias, Tensor? ancestry, float scale, Tensor? rotary,"
+    " Tensor? row_positions, bool interleaved, Tensor? q_norm, Tensor? k_norm, float norm_eps, float norm_offset,"
+    " int window, float softcap, bool pdl) -> Tensor",
     _update_fake,
 )
 
@@ -67,28 +69,37 @@ def _reference(
     mask: Tensor | None,
     bias: Tensor | None,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     rows, heads, head_dim = query.shape
-    batch, _, capacity, _ = key_cache.shape
+    batch, kv_heads, capacity, _ = key_cache.shape
     dtype = compute_dtype(query)
     places = torch.arange(capacity, device=query.device)
     ends = lengths.reshape(-1, 1).expand(batch, 1)
     attended = places < ends
     if starts is not None:
         attended = attended & (places >= starts.unsqueeze(1))
+    if window > 0:
+        attended = attended & (places >= ends - window)
     if mask is not None:
         attended = attended & mask
     with without_autocast(query):
-        # Rows that share an item of the cache (beams) are its queries.
-        queries = query.to(dtype).reshape(batch, rows // max(batch, 1), heads, head_dim).transpose(1, 2)
-        scores = queries @ key_cache.to(dtype).mT * scale
+        # Rows that share an item of the cache (beams), and heads that share keys, are queries of the same keys.
+        shape = (batch, rows // max(batch, 1), kv_heads, heads // max(kv_heads, 1), head_dim)
+        queries = query.to(dtype).reshape(shape).transpose(1, 2)  # [batch, kv_heads, beams, group, head_dim]
+        scores = queries @ key_cache.to(dtype).mT.unsqueeze(2) * scale
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
         if bias is not None:
             distances = (ends - 1 - places).clamp(min=0, max=bias.shape[1] - 1)
-            scores = scores + bias.to(dtype)[:, distances].transpose(0, 1).unsqueeze(2)
-        probabilities = torch.softmax(scores.masked_fill(~attended[:, None, None, :], float("-inf")), -1)
+            of_heads = bias.to(dtype)[:, distances].unflatten(0, (kv_heads, -1))  # [kv_heads, group, batch, capacity]
+            scores = scores + of_heads.permute(2, 0, 1, 3).unsqueeze(2)
+        attended = attended[:, None, None, None, :]
+        probabilities = torch.softmax(scores.masked_fill(~attended, float("-inf")), -1)
         # Without this, rows that attend to nothing would be NaN. So would products with places that were never written.
-        probabilities = torch.where(attended.any(-1)[:, None, None, None], probabilities, 0.0)
-        values = value_cache.to(dtype).masked_fill(~attended[:, None, :, None], 0.0)
+        probabilities = torch.where(attended.any(-1, keepdim=True), probabilities, 0.0)
+        values = value_cache.to(dtype).unsqueeze(2).masked_fill(~attended.mT, 0.0)
         return (probabilities @ values).transpose(1, 2).reshape(rows, heads * head_dim).to(query.dtype)
 
 
@@ -103,12 +114,14 @@ def _check(
 ) -> None:
     if query.dim() != 3 or key_cache.dim() != 4:
         raise ValueError(
-            "query must be [rows, heads, head_dim] and key_cache [batch, heads, capacity, head_dim], not"
+            "query must be [rows, heads, head_dim] and key_cache [batch, kv_heads, capacity, head_dim], not"
             f" {tuple(query.shape)} and {tuple(key_cache.shape)}"
         )
     rows, heads, head_dim = query.shape
-    batch, _, capacity, _ = key_cache.shape
-    check_shape("key_cache", key_cache, torch.Size((batch, heads, capacity, head_dim)))
+    batch, kv_heads, capacity, _ = key_cache.shape
+    if heads % max(kv_heads, 1) != 0 or (kv_heads == 0 and heads > 0):
+        raise ValueError(f"query has {heads} heads, which is no multiple of the {kv_heads} heads of key_cache")
+    check_shape("key_cache", key_cache, torch.Size((batch, kv_heads, capacity, head_dim)))
     check_shape("value_cache", value_cache, key_cache.shape)
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if cache.dtype != query.dtype:
@@ -143,8 +156,9 @@ def check_update(
 ) -> None:
     """Raises ValueError or TypeError unless these can be the query, key, value and caches of one step."""
     _check(query, key_cache, value_cache, positions, starts, mask, bias)
+    kv_shape = torch.Size((query.shape[0], key_cache.shape[1], query.shape[2]))
     for name, tensor in (("key", key), ("value", value)):
-        check_shape(name, tensor, query.shape)
+        check_shape(name, tensor, kv_shape)
         if tensor.dtype != query.dtype:
             raise ValueError(f"{name} must have query's dtype {query.dtype}, not {tensor.dtype}")
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
@@ -189,8 +203,9 @@ def decode_attention(
 
     Args:
         query: [rows, heads, head_dim], any strides; float32, float16, bfloat16 or float64.
-        key_cache: [batch, heads, capacity, head_dim], `query`'s dtype. `rows` is a multiple of `batch`: row i (a beam)
-            reads item `i // (rows // batch)`.
+        key_cache: [batch, kv_heads, capacity, head_dim], `query`'s dtype. `rows` is a multiple of `batch`: row i (a
+            beam) reads item `i // (rows // batch)`. `heads` is a multiple of `kv_heads`: head h (grouped queries)
+            reads head `h // (heads // kv_heads)`.
         value_cache: like `key_cache`.
         lengths: [batch] or one element, int32 or int64, on `query`'s device.
         starts: [batch], like `lengths`, or None for zeros: left padding.
@@ -234,31 +249,58 @@ def decode_attention_(
     bias: Tensor | None = None,
     ancestry: Tensor | None = None,
     scale: float = 1.0,
+    rotary: Tensor | None = None,
+    row_positions: Tensor | None = None,
+    interleaved: bool = False,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    window: int = 0,
+    softcap: float = 0.0,
     pdl: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """Writes `key` and `value` to place `positions` of the caches, then attends to all places up to and including it.
 
+    Queries and new keys are first normalised and rotated in float32, then rounded to their dtype, if that is asked for.
+
     Args:
-        query, key, value: [rows, heads, head_dim], any strides, one dtype; for example views of one packed projection.
-        key_cache, value_cache: [rows, heads, capacity, head_dim], contiguous. Written to.
+        query: [rows, heads, head_dim], any strides; for example a view of a packed projection.
+        key, value: [rows, kv_heads, head_dim], any strides, `query`'s dtype; `heads` is a multiple of `kv_heads`.
+        key_cache, value_cache: [rows, kv_heads, capacity, head_dim], contiguous. Written to.
         positions: [rows] or one element, int32 or int64, below `capacity`. The CUDA kernel writes nothing for a
             position outside the cache; the row's result is then meaningless. The CPU kernel raises RuntimeError.
         starts, mask, bias, scale, backend: as in `decode_attention`, with `lengths` = `positions` + 1.
         ancestry: [rows, capacity], int32: the row of the caches that holds a row's key and value for a place, or None
             for its own row. So beams can be reordered without copying their caches. A row writes its new key to its own
             row; entries from `positions` on, which must have one element, are not read.
-        pdl: as in `decode_attention`, for places before `positions` and for `ancestry`.
+        rotary: [table_positions, rotated] float32, `rotated` even and at most head_dim: the cosines of a position, then
+            its sines, scaled as the model does. Dimensions from `rotated` on are not rotated. None: no rotation.
+        row_positions: [rows], int32 or int64, each row's position in `rotary`, below `table_positions`. The CUDA kernel
+            takes the nearest one for others.
+        interleaved: rotate pairs (2i, 2i + 1), as GPT-J does; else (i, i + rotated / 2), as Llama does.
+        q_norm, k_norm: [head_dim], weights of an RMS norm of each query and new key before rotation, or None.
+        norm_eps: added to the mean of squares in these norms.
+        norm_offset: added to their weights: 1 for Gemma.
+        window: a query attends to its own place and the `window` - 1 places before it; 0: to all.
+        softcap: scores, after `scale`, become softcap * tanh(score / softcap) before `bias` is added; 0: as they are.
+        pdl: as in `decode_attention`, for places before `positions`, `ancestry`, `rotary`, `row_positions` and norms.
 
     Returns:
         [rows, heads * head_dim], contiguous, `query`'s dtype.
 
     Raises:
         ValueError: shapes or dtypes that do not fit together, or a cache that is not contiguous.
-        TypeError, BackendError: as in `decode_attention`; TypeError also for an ancestry that is not int32,
-            BackendError for tensors that require a gradient under grad mode, because a cache takes no part in autograd.
+        TypeError, BackendError: as in `decode_attention`; TypeError also for an ancestry that is not int32 and a
+            rotary that is not float32, BackendError for tensors that require a gradient under grad mode, because a
+            cache takes no part in autograd.
     """
     check_update(query, key, value, key_cache, value_cache, positions, mask, starts, bias)
+    rotation = HeadRotation(rotary, row_positions, interleaved, q_norm, k_norm, norm_eps, norm_offset)
+    rotation.check(query.shape[2], (query.shape[0],))
+    if window < 0 or softcap < 0:
+        raise ValueError(f"window and softcap must be positive, or 0 for none, not {window} and {softcap}")
     if ancestry is not None:
         check_shape("ancestry", ancestry, torch.Size((query.shape[0], key_cache.shape[2])))
         if ancestry.dtype != torch.int32:
@@ -266,19 +308,19 @@ def decode_attention_(
         if positions.numel() != 1:
             raise ValueError(f"positions must have one element where there is an ancestry, not {positions.numel()}")
     chosen = registry.pick_without_gradient(
-        "decode_attention", backend, (query.dtype,), query, key, value, key_cache, value_cache, bias
+        "decode_attention", backend, (query.dtype,), query, key, value, key_cache, value_cache, bias, q_norm, k_norm
     )
     if chosen != "reference":
-        return UPDATE_RAW[chosen](
-            query, key, value, key_cache, value_cache, positions, starts, mask, bias, ancestry, scale, pdl
-        )
+        step = (query, key, value, key_cache, value_cache, positions, starts, mask, bias, ancestry, scale)
+        return UPDATE_RAW[chosen](*step, *rotation, window, softcap, pdl)
+    query, key = rotation.of_queries(query), rotation.of_keys(key)
     rows = torch.arange(query.shape[0], device=query.device)
     places = positions.reshape(-1).expand(query.shape[0]).long()
     key_cache[rows, :, places] = key
     value_cache[rows, :, places] = value
     if ancestry is not None:
         key_cache, value_cache = _gathered((key_cache, value_cache), ancestry, places)
-    return _reference(query, key_cache, value_cache, positions + 1, starts, mask, bias, scale)
+    return _reference(query, key_cache, value_cache, positions + 1, starts, mask, bias, scale, window, softcap)
 
 
 def _gathered(caches: tuple[Tensor, Tensor], ancestry: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:

@@ -75,8 +75,9 @@ def decode_head_select_(
 ) -> None:
     """Bitwise the same as `decode_select_(decode_linear(input, weight, norm=norm, ...), tokens, ids, ...)`.
 
-    Saves the launch that searches the scores if the linear layer's CUDA kernel streams a large 16-bit weight after a
-    norm, with at most 8 rows, and edits are token rules only. The kernel's blocks then keep their highest scores.
+    Saves the launch that searches the scores if edits are token rules only and the linear layer's CUDA kernel streams
+    its weight after a norm: a large 16-bit weight with at most 8 rows, or a float32 weight. The kernel's blocks then
+    keep their highest scores.
 
     For more than `FEW_ROWS` rows it calls those two ops.
 
@@ -141,7 +142,7 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
         unfinished = torch.arange(rows, device=device) != 1
         ids = torch.zeros(rows, 6, dtype=torch.int64, device=device)
         going = torch.ones((), dtype=torch.bool, device=device)
-        norm = {"norm": "t5_rms_norm", "norm_weight": torch.randn(48, device=device, dtype=dtype)}
+        norm = {"norm": "rms_norm", "norm_weight": torch.randn(48, device=device, dtype=dtype)}
         counters = (integers(4), integers(*range(rows)))
         written = (ids[:, 0].clone(), ids, integers(4), unfinished, going)
         yield registry.SampleInput((input, weight, *written, integers(0), eos), {**norm, "counters": counters})

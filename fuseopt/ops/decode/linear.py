@@ -30,13 +30,19 @@ MAX_ROWS = 256
 _HALVES = (torch.float16, torch.bfloat16)
 # Longest K of the many-rows kernel: with a norm, which one block computes, and without, in a cluster.
 _LONGEST_NORMALISED, _LONGEST = 1536, 6144
+_TILES_SHARED_BYTES = 208 * 1024
 
-NORMS = ("layer_norm", "t5_rms_norm")
+NORMS = ("layer_norm", "rms_norm", "gemma_rms_norm")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
 }
+
+
+def out_columns(weights: Sequence[Tensor], gated: bool) -> int:
+    return len(weights[0]) if gated else sum(map(len, weights))
 
 
 def output_dtype(weight: Tensor, residual: Tensor | None) -> torch.dtype:
@@ -57,8 +63,8 @@ def _fake(
     pdl: bool,
     prefetch: Sequence[Tensor],
 ) -> Tensor:
-    columns = weights[0].shape[0] * (1 if gated else len(weights))
-    return input.new_empty((*input.shape[:-1], columns), dtype=output_dtype(weights[0], residual))
+    shape = (*input.shape[:-1], out_columns(weights, gated))
+    return input.new_empty(shape, dtype=output_dtype(weights[0], residual))
 
 
 RAW = define(
@@ -81,7 +87,10 @@ def _normalised(
         shift = None if bias is None else bias.to(dtype)
         scale = None if weight is None else weight.to(dtype)
         return F.layer_norm(x, x.shape[-1:], scale, shift, eps).to(rounded_to)
-    xhat = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(rounded_to)
+    xhat = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    if norm == "gemma_rms_norm":
+        return (xhat if weight is None else xhat * (1 + weight.to(dtype))).to(rounded_to)
+    xhat = xhat.to(rounded_to)
     return xhat if weight is None else (xhat.to(dtype) * weight.to(dtype)).to(rounded_to)
 
 
@@ -132,39 +141,45 @@ def check_layer(
 ) -> None:
     """Raises a ValueError where these cannot be a layer."""
     if norm not in (None, *NORMS):
-        raise ValueError(f"norm must be None, {' or '.join(map(repr, NORMS))}, not {norm!r}")
+        raise ValueError(f"norm must be None, {', '.join(map(repr, NORMS))}, not {norm!r}")
     if norm is None and (norm_weight is not None or norm_bias is not None):
         raise ValueError("norm_weight and norm_bias need a norm")
-    if norm == "t5_rms_norm" and norm_bias is not None:
-        raise ValueError("t5_rms_norm has no bias")
+    if norm != "layer_norm" and norm_bias is not None:
+        raise ValueError(f"{norm} has no bias")
     if activation not in (None, *ACTIVATIONS):
         raise ValueError(f"activation must be None, {', '.join(map(repr, ACTIVATIONS))}, not {activation!r}")
     if not 1 <= len(weights) <= 3:
         raise ValueError(f"one to three weights, not {len(weights)}")
     if gated and (len(weights) != 2 or activation is None):
         raise ValueError("gated takes two weights and an activation")
-    columns = weights[0].shape[0]
     for weight in weights:
-        check_shape("weight", weight, torch.Size((columns, input.shape[-1])))
+        rows = weights[0].shape[0] if gated else weight.shape[0]
+        check_shape("weight", weight, torch.Size((rows, input.shape[-1])))
         if weight.dtype != weights[0].dtype:
             raise ValueError(f"weights must share one dtype, not {weights[0].dtype} and {weight.dtype}")
     if len(biases) not in (0, len(weights)):
         raise ValueError(f"{len(biases)} biases for {len(weights)} weights")
-    for bias in biases:
-        check_shape("bias", bias, torch.Size((columns,)))
+    for weight, bias in zip(weights, biases, strict=False):
+        check_shape("bias", bias, weight.shape[:1])
     for name, parameter in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
         if parameter is not None:
             check_shape(name, parameter, input.shape[-1:])
     if residual is not None:
-        check_shape("residual", residual, torch.Size((*input.shape[:-1], columns * (1 if gated else len(weights)))))
+        check_shape("residual", residual, torch.Size((*input.shape[:-1], out_columns(weights, gated))))
 
 
-def is_fast(input: Tensor, weights: Sequence[Tensor], residual: Tensor | None = None, norm: str | None = None) -> bool:
+def is_fast(
+    input: Tensor,
+    weights: Sequence[Tensor],
+    residual: Tensor | None = None,
+    norm: str | None = None,
+    gated: bool = False,
+) -> bool:
     """True if the kernels are faster than the BLAS library plus a launch for each neighbouring operation.
 
-    On a CPU that is so up to `FEW_ROWS_ON_CPU` rows. With more than `FEW_ROWS` rows on a GPU it takes 16-bit tensors,
-    sm_90 or newer, and no more work than `decode_linear_max_work` (of a long K `decode_linear_max_long_work`) in
-    `fuseopt/tuning`.
+    On a CPU that is so up to `FEW_ROWS_ON_CPU` rows. With more than `FEW_ROWS` rows on a GPU it takes one dtype and
+    sm_90 or newer. With 16 bits it takes no more work than `decode_linear_max_work` (of a long K
+    `decode_linear_max_long_work`) in `fuseopt/tuning`; with float32, no LayerNorm and no gate.
 
     Args:
         input: [..., K].
@@ -175,17 +190,28 @@ def is_fast(input: Tensor, weights: Sequence[Tensor], residual: Tensor | None = 
         return True
     if not (
         rows <= MAX_ROWS
-        and input.dtype in _HALVES
+        and input.dtype in (*_HALVES, torch.float32)
         and all(tensor.dtype is input.dtype for tensor in (weights[0], residual) if tensor is not None)
         and outputs % 8 == columns % 8 == 0
-        and columns <= (_LONGEST if norm is None else _LONGEST_NORMALISED)
+        and all(len(weight) == outputs for weight in weights)
         and input.is_cuda
+        and (norm is None or columns <= _LONGEST_NORMALISED)
     ):
+        return False
+    if input.dtype is torch.float32:
+        return norm != "layer_norm" and not gated and _has_tiles(input.device)
+    if norm is None and columns > _LONGEST:
         return False
     is_long = norm is None and len(weights) == 1 and columns >= 2 * outputs
     capability = torch.cuda.get_device_capability(input.device)
     most_work = table_of(capability[0])["decode_linear_max_long_work" if is_long else "decode_linear_max_work"]
     return capability >= (9, 0) and rows * outputs * columns <= most_work
+
+
+def _has_tiles(device: torch.device) -> bool:
+    """Whether a GPU has what csrc/cuda/decode/linear/tiles.cuh takes: clusters and enough shared memory."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major >= 9 and properties.shared_memory_per_block_optin >= _TILES_SHARED_BYTES
 
 
 def decode_linear_reference(
@@ -239,15 +265,17 @@ def decode_linear(
             kernels are not `is_fast`.
         weight: [N, K], as F.linear takes it, of any one floating dtype. Read in place with unit stride in either
             dimension: a torch.nn.Linear's weight as it is, a Conv1D's as `weight.T`; copied at every call if it has
-            neither. Up to three weights of one shape, say of query, key and value, read their common input once.
+            neither. Up to three weights, say of query, key and value, read their common input once. They may differ
+            in N, unless `gated`.
         bias: [N], one for each weight, or None.
-        residual: added at the end: [..., N * number of weights], or None. May have another dtype.
-        norm: None, "layer_norm", or "t5_rms_norm" with T5LayerNorm's cast order.
+        residual: added at the end: [..., sum of all N], or [..., N] if gated, or None. May have another dtype.
+        norm: None, "layer_norm", "rms_norm" (Llama's, T5's: rounded to `weight`'s dtype before the product with
+            norm_weight, and after it), or "gemma_rms_norm" (times 1 + norm_weight, rounded after it).
         norm_weight: [K] or None.
         norm_bias: [K] or None.
         eps: the norm's.
-        activation: None, "relu", "gelu" (by the error function) or "gelu_tanh".
-        gated: of two weights, `activation(first) * second`, as in T5 v1.1.
+        activation: None, "relu", "gelu" (by the error function), "gelu_tanh" or "silu".
+        gated: of two weights of one shape, `activation(first) * second`, as in T5 v1.1 and Llama.
         pdl: programmatic dependent launch: the CUDA kernel reads its weights while the previous kernel on the stream
             still runs. That kernel must not write any of the parameters.
         prefetch: tensors that later launches read, at most three of one size and dtype. The tensor core kernels load
@@ -256,7 +284,7 @@ def decode_linear(
             transforms, need the reference, which "auto" then takes.
 
     Returns:
-        [..., N * number of weights] ([..., N] if gated), contiguous, of `weight`'s dtype, or of what that and
+        [..., sum of all N] ([..., N] if gated), contiguous, of `weight`'s dtype, or of what that and
         `residual`'s promote to.
 
     Raises:
@@ -270,7 +298,7 @@ def decode_linear(
         if backend not in ("auto", "reference"):
             raise BackendError(f"decode_linear: {backend!r} takes {MAX_ROWS} rows at most, not {rows}; use F.linear")
         chosen = "reference"
-    elif backend == "auto" and not is_fast(input, weights, residual, norm):
+    elif backend == "auto" and not is_fast(input, weights, residual, norm, gated):
         chosen = "reference"
     else:
         chosen = registry.pick_without_gradient(
@@ -295,13 +323,16 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
         return torch.randn(shape, device=device, dtype=dtype)
 
     layer_norm = {"norm": "layer_norm", "norm_weight": make(48), "norm_bias": make(48)}
-    t5_rms_norm = {"norm": "t5_rms_norm", "norm_weight": make(48), "eps": 1e-6}
+    rms_norm = {"norm": "rms_norm", "norm_weight": make(48), "eps": 1e-6}
     yield registry.SampleInput((make(3, 48), make(40, 48), make(40)), {**layer_norm, "activation": "gelu_tanh"})
     yield registry.SampleInput((make(1, 48), make(48, 24).T, make(24)), {"residual": make(1, 24)})
-    yield registry.SampleInput((make(2, 2, 48), [make(16, 48) for _ in range(3)]), t5_rms_norm)
+    yield registry.SampleInput((make(2, 2, 48), [make(16, 48) for _ in range(3)]), rms_norm)
     yield registry.SampleInput(
-        (make(9, 48), [make(24, 48), make(24, 48)]), {**t5_rms_norm, "activation": "gelu", "gated": True}
+        (make(9, 48), [make(24, 48), make(24, 48)]), {**rms_norm, "activation": "gelu", "gated": True}
     )
+    gemma = {"norm": "gemma_rms_norm", "norm_weight": make(48), "eps": 1e-6}
+    yield registry.SampleInput((make(1, 48), [make(n, 48) for n in (32, 8, 7)], [make(n) for n in (32, 8, 7)]), gemma)
+    yield registry.SampleInput((make(2, 48), [make(20, 48), make(20, 48)]), {"activation": "silu", "gated": True})
     wide = torch.promote_types(dtype, torch.float32)
     yield registry.SampleInput((make(2, 33), make(7, 33, dtype=wide)), {"residual": make(2, 7, dtype=wide)})
     yield registry.SampleInput((make(5, 33), make(33, 7).T, make(7)), {"activation": "relu"})

@@ -154,7 +154,7 @@ def summed(input: Tensor, split_k_partials: Tensor) -> Tensor:
 def check_partials(input: Tensor, split_k_partials: Tensor, norm: str | None) -> None:
     """Raises what `decode_linear_of_sum` does."""
     if norm is None:
-        raise ValueError("split_k_partials need a norm: 'layer_norm' or 't5_rms_norm'")
+        raise ValueError("split_k_partials need a norm: 'layer_norm', 'rms_norm' or 'gemma_rms_norm'")
     check_shape("split_k_partials", split_k_partials, torch.Size((SPLIT_K, *input.shape)))
     dtype = compute_dtype(input)
     if split_k_partials.dtype != dtype:

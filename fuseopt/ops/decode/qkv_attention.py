@@ -139,7 +139,7 @@ def decode_qkv_attention_(
     if input.dtype != weight.dtype:
         raise ValueError(f"weight must have input's dtype {input.dtype}, not {weight.dtype}")
     if norm not in NORMS:
-        raise ValueError(f"norm must be {' or '.join(map(repr, NORMS))}, not {norm!r}")
+        raise ValueError(f"norm must be {', '.join(map(repr, NORMS))}, not {norm!r}")
     biases = [] if bias is None else [bias]
     check_layer(input, [weight], biases, None, norm, norm_weight, norm_bias, None, False)
     heads, head_dim = key_cache.shape[1], key_cache.shape[3]

@@ -20,13 +20,9 @@ from fuseopt.ops.triton.rows import compute_dtype
 from fuseopt.ops.tuned_matmul import multiply_into
 from fuseopt.tuning import tuned
 
-# Bytes of the buffer. Few chunks: each adds to the whole gradient of the weight, and wants enough rows to fill a GPU.
-CHUNK_BYTES = tuned("linear_cross_entropy_chunk_bytes")
 # A chunk has a multiple of this many rows if possible.
 # TUNED: measurement not recorded (f367298); `fuseopt bench ops --op linear_cross_entropy` measures it again.
 CHUNK_ROWS = 128
-# The CUDA kernel has a block for a row; over narrower ones Triton's, of a warp or two, is faster.
-CUDA_ROW_BYTES = tuned("cross_entropy_grad_min_row_bytes")
 
 
 class Gradients(NamedTuple):
@@ -37,9 +33,12 @@ class Gradients(NamedTuple):
     bias: torch.Tensor | None  # [width], likewise
 
 
-def chunks(rows: int, width: int, itemsize: int) -> Iterator[slice]:
-    """Slices of rows whose logits fit in CHUNK_BYTES, of equal length except the last."""
-    most = max(CHUNK_BYTES // (width * itemsize) // CHUNK_ROWS, 1) * CHUNK_ROWS
+def chunks(rows: int, row_bytes: int, device: torch.device) -> Iterator[slice]:
+    """Slices of rows whose logits, of `row_bytes` each, fit in the buffer; of equal length except the last.
+
+    Few chunks: each adds to the whole gradient of the weight, and wants enough rows to fill a GPU.
+    """
+    most = max(tuned("linear_cross_entropy_chunk_bytes", device) // row_bytes // CHUNK_ROWS, 1) * CHUNK_ROWS
     for start in range(0, rows, most):
         yield slice(start, min(start + most, rows))
 
@@ -85,10 +84,12 @@ def run(
     grad_output = None if grad_output is None else grad_output.contiguous()
     in_range = torch.empty(rows, dtype=torch.bool, **like)
     chosen = registry.pick("cross_entropy_grad_", "auto", input.device, (product_dtype, compute))
-    in_cuda = chosen == "cuda" and width * product_dtype.itemsize >= CUDA_ROW_BYTES
+    row_bytes = width * product_dtype.itemsize
+    # The CUDA kernel has a block for a row; over narrower ones Triton's, of a warp or two, is faster.
+    in_cuda = chosen == "cuda" and row_bytes >= tuned("cross_entropy_grad_min_row_bytes", input.device)
     write_gradient = CROSS_ENTROPY_GRAD["cuda"] if in_cuda else cross_entropy_grad_
     buffer: torch.Tensor | None = None
-    for chunk in chunks(rows, width, product_dtype.itemsize):
+    for chunk in chunks(rows, row_bytes, input.device):
         x = input[chunk].to(product_dtype)
         if buffer is None:
             buffer = torch.empty(len(x), width, dtype=product_dtype, **like)

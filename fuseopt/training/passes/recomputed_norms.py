@@ -34,8 +34,6 @@ _CASTS = (prims.convert_element_type.default,)
 # Most addends that a call sums. For more, the partial sum is written to memory once for every third addition, which
 # costs less than summing more addends in each call.
 ADDENDS_PER_CALL = 3
-# For smaller matrices launches dominate, and the op needs as many.
-_LEAST_ELEMENTS = tuned("recomputed_norms_min_elements")
 
 
 class _Norm(NamedTuple):
@@ -196,8 +194,10 @@ def _call_for(norm: _Norm) -> _Call | None:
 
 
 def _is_supported(x: Tensor) -> bool:
-    is_fixed = x.dtype == torch.float32 and not x._has_symbolic_sizes_strides
-    return is_fixed and _is_on_gpu(x) and x.numel() >= _LEAST_ELEMENTS and fits(x.shape[-1], torch.bfloat16)
+    if x.dtype != torch.float32 or x._has_symbolic_sizes_strides or not _is_on_gpu(x):
+        return False
+    # For smaller matrices launches dominate, and the op needs as many.
+    return x.numel() >= tuned("recomputed_norms_min_elements", x.device) and fits(x.shape[-1], torch.bfloat16)
 
 
 def _is_parameter(node: Any, x: Tensor) -> bool:

@@ -85,6 +85,19 @@ def test_calls_may_have_an_eos_token(monkeypatch):
     assert Row("gpt2-tiny", 1, eos=True).name(torch.float32).endswith("greedy, eos, float32")
 
 
+def test_rows_may_have_a_dtype_of_their_own():
+    given = Row("gpt2-tiny", 1, prompt=4, new=2, dtype="float64")
+    results = generate.run(device=CPU, rows=[given], dtype=torch.bfloat16, configs={})
+    assert [record.case for record in results.rows] == ["a token of gpt2-tiny generate, 1 x (4 + 2), greedy, float64"]
+    assert generate._case(given, torch.bfloat16, CPU, {}, False).whole.model().dtype == torch.float64
+
+
+def test_every_sampled_default_row_has_a_greedy_one():
+    greedy = {(row.model, row.batch, row.prompt, row.new, row.dtype) for row in generate.GPU_ROWS if not row.sampling}
+    sampled = [row for row in generate.GPU_ROWS if row.sampling]
+    assert len(sampled) == 6 and all((r.model, r.batch, r.prompt, r.new, r.dtype) in greedy for r in sampled)
+
+
 def test_a_first_call_has_a_process_of_its_own(capsys):
     row = asdict(Row("gpt2-tiny", 1, prompt=4, new=2))
     request = {"row": row, "dtype": "float32", "device": "cpu", "options": {"use_cache": True}}

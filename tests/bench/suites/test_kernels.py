@@ -101,7 +101,7 @@ def test_bytes_are_of_all_arguments_but_as_far_as_a_cache_is_filled():
         raw.decode_attention_(query, query, query, cache, cache, slot, None, None, None, None, 1.0, False)
         ids = torch.empty(2, 5, dtype=torch.int64, device="meta")
         end = (ids[:, 0], ids, ids[0, :1], ids[:, 0] > 0, ids[0, 0] > 0, ids[0, :1], None, [], True)
-        of_norm = ("t5_rms_norm", make(8), None, 1e-5)
+        of_norm = ("rms_norm", make(8), None, 1e-5)
         raw.decode_head_select_(make(2, 8), None, make(9, 8), *of_norm, [make(99)], *end)
         addends = raw.decode_linear_partials(make(2, 8), make(8, 8), None, False, [make(99)])
         raw.decode_linear_of_sum(make(2, 8), addends, make(16, 8), make(16), *of_norm, False, [])

@@ -10,18 +10,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseopt import ops
 from fuseopt.bench.harness.architectures import random_model
-from fuseopt.generation.engine import attention, layers
+from fuseopt.generation.engine import attention, layers, residual_stream
 from fuseopt.generation.engine.attention import StepAttention
 from fuseopt.generation.engine.layers import (
     Linear,
     Norm,
-    ResidualStream,
     linear,
     linear_of,
     plan_l2_prefetch,
 )
+from fuseopt.generation.engine.residual_stream import ResidualStream
 from fuseopt.generation.engine.state import DecodeState, Sizes
 from fuseopt.generation.families import spec_step
+from fuseopt.generation.families.decoder_spec import RelativeBias, SelfAttention
 from fuseopt.generation.families.gpt2 import GPT2Step
 from fuseopt.generation.families.t5 import T5Step
 from fuseopt.ops.decode.linear import MAX_ROWS, decode_linear_reference
@@ -63,7 +64,7 @@ def test_a_large_layer_brings_in_a_part_of_a_large_one_behind_it() -> None:
 
 @pytest.mark.parametrize(
     ("name", "step_class", "modules"),
-    [("gpt2-tiny", GPT2Step, (layers,)), ("t5-tiny", T5Step, (spec_step, layers))],
+    [("gpt2-tiny", GPT2Step, (residual_stream,)), ("t5-tiny", T5Step, (spec_step, residual_stream))],
 )
 def test_steps_read_ahead_in_the_order_they_run_in(
     name: str, step_class: type, modules: tuple[ModuleType, ...], monkeypatch: pytest.MonkeyPatch
@@ -106,7 +107,7 @@ def test_layers_hand_on_addends_where_both_have_kernels_for_that(monkeypatch: py
     state = DecodeState(Sizes(2, 8), step.shape, step.vocab)
     expected = first_logits(step, state)
     for name in ("has_kernel", "emits_partials", "accepts_partials"):
-        monkeypatch.setattr(layers, name, lambda *_, **of_norm: True)
+        monkeypatch.setattr(residual_stream, name, lambda *_, **of_norm: True)
     handed_on = []
     leave = ops.decode_linear_partials
 
@@ -198,7 +199,7 @@ def test_a_stream_is_stored_once_it_is_added_up(monkeypatch: pytest.MonkeyPatch)
     stream.linear(layer, norm)
     assert stream.is_stored
     for name in ("has_kernel", "emits_partials", "accepts_partials"):
-        monkeypatch.setattr(layers, name, lambda *_, **of_norm: True)
+        monkeypatch.setattr(residual_stream, name, lambda *_, **of_norm: True)
     stream.add(torch.randn(1, WIDTH), layer, (layer, norm))
     assert not stream.is_stored
     stream.linear(layer, norm)
@@ -211,6 +212,7 @@ def test_what_that_kernel_is_not_for(against: str, monkeypatch: pytest.MonkeyPat
     """A bias, T5's say, and an ancestry it does not know; and it reads a stream that is there."""
     torch.manual_seed(0)
     heads, head_dim, rows = 3, 8, 2
+    bias = RelativeBias(torch.empty(2, heads), torch.zeros_like, 3) if against == "bias" else None
     shape = gpt2_step("cpu", torch.float32, n_embd=WIDTH, n_head=heads).shape
     weight, norm = torch.randn(3 * WIDTH, WIDTH) / 5, Norm("layer_norm", torch.randn(WIDTH), torch.randn(WIDTH), 1e-3)
     weights = weight.split(WIDTH) if against == "several weights" else (weight,)
@@ -221,7 +223,7 @@ def test_what_that_kernel_is_not_for(against: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(attention, "is_fast", lambda *_, **of_norm: True)
     if against == "addends":
         for name in ("has_kernel", "emits_partials", "accepts_partials"):
-            monkeypatch.setattr(layers, name, lambda *_, **of_norm: True)
+            monkeypatch.setattr(residual_stream, name, lambda *_, **of_norm: True)
 
     def begun() -> tuple[StepAttention, ResidualStream, Tensor]:
         stream = ResidualStream(hidden[0].clone())
@@ -231,15 +233,16 @@ def test_what_that_kernel_is_not_for(against: str, monkeypatch: pytest.MonkeyPat
         state = DecodeState(sizes, shape, 9)
         state.begin(5)
         cache = torch.randn(state.cache[0].shape, generator=torch.Generator().manual_seed(1))
-        return StepAttention(state, torch.ones(heads, 4) if against == "bias" else None), stream, cache
+        return StepAttention(state, {id(bias): torch.ones(heads, 4)}, {}), stream, cache
 
     calls = record_qkv_attention(monkeypatch)
     slots, stream, cache = begun()
-    output = slots.project_to_slots(stream, layer, norm, cache, head_dim**-0.5)
+    own = SelfAttention(norm, layer, out, head_dim**-0.5, relative_bias=bias)
+    output = slots.project_to_slots(stream, own, cache)
     assert len(calls) == (against == "")
     slots, stream, expected_cache = begun()
-    qkv = stream.linear(layer, norm).unflatten(1, (3, heads, head_dim))
-    torch.testing.assert_close(output, slots.to_slots(qkv, expected_cache, head_dim**-0.5))
+    monkeypatch.setattr(attention, "is_fast", lambda *_, **of_norm: False)
+    torch.testing.assert_close(output, slots.project_to_slots(stream, own, expected_cache))
     torch.testing.assert_close(cache, expected_cache)
 
 
@@ -340,11 +343,11 @@ def test_what_the_blas_library_leaves_no_launch_for(each_device: torch.device) -
 @torch.no_grad()
 def test_many_rows_are_normalised_first(rows: int, monkeypatch) -> None:
     norms, fused = [], ops.decode_linear
-    monkeypatch.setattr(layers.ops, "decode_linear", lambda *a, **k: norms.append(k["norm"]) or fused(*a, **k))
+    monkeypatch.setattr(layers.ops, "decode_linear", lambda *a, **k: norms.append(k.get("norm")) or fused(*a, **k))
     x, weight = (torch.randn(n, 256, device="cuda", dtype=torch.bfloat16) for n in (rows, 192))
     norm = Norm("t5_rms_norm", torch.rand(256, device="cuda", dtype=torch.bfloat16), None, 1e-6)
     output = linear(x, Linear((weight,)), norm=norm)
-    assert norms == ["t5_rms_norm" if rows <= 128 else None]
+    assert norms == ["rms_norm" if rows <= 128 else None]
     expected = layers.normalised(x.double(), norm._replace(weight=norm.weight.double())) @ weight.double().T
     assert (output - expected).norm() < 8e-3 * expected.norm()
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseopt import ops
-from fuseopt.generation.engine import attention, layers
+from fuseopt.generation.engine import attention, layers, prompt_attention, residual_stream
 from fuseopt.generation.engine.state import DecodeState, Sizes
 
 # Which kernels there are. "fused": those that take in a neighbour too, which a real GPU has for some sizes only.
@@ -63,9 +63,8 @@ def _attended(query: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _linear(input: Tensor, weights: Any, *_: Any, gated: bool = False, residual: Any = None, **__: Any) -> Tensor:
-    count = 1 if gated else len(weights)
     dtype = weights[0].dtype if residual is None else torch.promote_types(weights[0].dtype, residual.dtype)
-    return on_gpu(len(input), len(weights[0]) * count, dtype=dtype)
+    return on_gpu(len(input), sum(map(len, weights[:1] if gated else weights)), dtype=dtype)
 
 
 def _same(input: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -122,7 +121,7 @@ def recording(model: nn.Module, kernels: str, modules: Iterable[Any]) -> Iterato
     Recorded.names = {id(weight): name for name, weight in model.named_parameters()}
     patches = [mock.patch.object(ops, name, calling(name)) for name in _RESULTS]
     patches.append(mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)))
-    for module in (attention, layers, *modules):
+    for module in (attention, layers, prompt_attention, residual_stream, *modules):
         for name in ("has_kernel", "is_fast", "emits_partials", "accepts_partials"):
             if hasattr(module, name) and (module is not layers or name != "is_fast"):
                 answer = has_kernel if name == "has_kernel" else lambda *_, **__: there is None
@@ -138,7 +137,7 @@ def recording(model: nn.Module, kernels: str, modules: Iterable[Any]) -> Iterato
 
 
 def state_of(step: Any, rows: int, beams: int = 1, encodes: bool = False) -> DecodeState:
-    return DecodeState(Sizes(rows, 128, 128 if encodes else 0, beams, beams), step.shape, step.vocab)
+    return step.new_state(Sizes(rows, 128, 128 if encodes else 0, beams, beams))
 
 
 def as_recorded(model: nn.Module) -> nn.Module:

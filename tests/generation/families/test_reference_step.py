@@ -5,164 +5,40 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    GemmaConfig,
-    GemmaForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 from transformers.models.gemma2 import modeling_gemma2
 
-from fuseopt.generation.engine.layers import Linear, Norm, linear_of
-from fuseopt.generation.engine.state import DecodeState, Sizes
+import fuseopt
+from fuseopt.generation.engine.state import Sizes
 from fuseopt.generation.families import gpt2, t5
-from fuseopt.generation.families.decoder_spec import (
-    DecoderSpec,
-    FeedForward,
-    Layer,
-    RotaryPositions,
-    SelfAttention,
-    not_built_reasons,
-)
+from fuseopt.generation.families.decoder_spec import DecoderSpec, not_built_reasons
 from fuseopt.generation.families.reference_step import KeyValueCache, ReferenceDecoder, attend
 from fuseopt.generation.families.spec_step import SpecStep
 from tests import tiny
+from tests.generation.families.tiny_decoders import (
+    DECODERS,
+    ENCODER_DECODERS,
+    gpt_neox,
+    opt,
+    randomised,
+    scaled,
+    step_of,
+)
+from tests.generation.same_calls import GENERATION
 
-SIZES = {
-    "vocab_size": tiny.VOCAB,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "head_dim": 8,
-    "attn_implementation": "eager",
-}
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
-def llama_spec(model: nn.Module, norm_kind: str = "rms_norm", **fields: object) -> DecoderSpec:
-    """Of Llama and families with its names of modules."""
-    body, config = model.model, model.config
-
-    def norm(module: nn.Module | None) -> Norm | None:
-        eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
-        return None if module is None else Norm(norm_kind, module.weight, None, eps)
-
-    def layer(block: nn.Module) -> Layer:
-        own, mlp = block.self_attn, block.mlp
-        attention = SelfAttention(
-            norm(block.input_layernorm),
-            linear_of(own.q_proj, own.k_proj, own.v_proj),
-            linear_of(own.o_proj),
-            own.scaling,
-            q_norm=norm(getattr(own, "q_norm", None)),
-            k_norm=norm(getattr(own, "k_norm", None)),
-            window=getattr(config, "sliding_window", None),
-        )
-        up = linear_of(mlp.gate_proj, mlp.up_proj)
-        return Layer(
-            attention, FeedForward(norm(block.post_attention_layernorm), up, mlp.act_fn, linear_of(mlp.down_proj))
-        )
-
-    return DecoderSpec(
-        token_embedding=body.embed_tokens.weight,
-        rotary=RotaryPositions(body.rotary_emb.inv_freq, body.rotary_emb.attention_scaling),
-        layers=tuple(layer(block) for block in body.layers),
-        final_norm=norm(body.norm),
-        head=linear_of(model.lm_head),
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        max_length=config.max_position_embeddings,
-        **fields,
-    )
-
-
-def neox_spec(model: nn.Module) -> DecoderSpec:
-    """Parallel residuals, LayerNorms and biases, and a rotation of a part of each head."""
-    body, config = model.gpt_neox, model.config
-
-    def norm(module: nn.Module) -> Norm:
-        return Norm("layer_norm", module.weight, module.bias, module.eps)
-
-    def layer(block: nn.Module) -> Layer:
-        own, mlp, dim = block.attention, block.mlp, config.hidden_size // config.num_attention_heads
-        # transformers has queries, keys and values of each head side by side.
-        weight, bias = own.query_key_value.weight, own.query_key_value.bias
-        weights = weight.unflatten(0, (-1, 3, dim)).transpose(0, 1).flatten(1, 2).unbind()
-        biases = bias.unflatten(0, (-1, 3, dim)).transpose(0, 1).flatten(1, 2).unbind()
-        return Layer(
-            SelfAttention(norm(block.input_layernorm), Linear(weights, biases), linear_of(own.dense), own.scaling),
-            FeedForward(
-                norm(block.post_attention_layernorm),
-                linear_of(mlp.dense_h_to_4h),
-                mlp.act,
-                linear_of(mlp.dense_4h_to_h),
-            ),
-        )
-
-    return DecoderSpec(
-        token_embedding=body.embed_in.weight,
-        rotary=RotaryPositions(body.rotary_emb.inv_freq),
-        layers=tuple(layer(block) for block in body.layers),
-        final_norm=norm(body.final_layer_norm),
-        head=linear_of(model.get_output_embeddings()),
-        heads=config.num_attention_heads,
-        kv_heads=config.num_attention_heads,
-        head_dim=config.hidden_size // config.num_attention_heads,
-        parallel_residual=True,
-    )
-
-
-def randomised(model: nn.Module) -> nn.Module:
-    """Weights whose attention, norms and biases all show in the logits."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") * scale)
-    return model.eval()
-
-
-def neox() -> nn.Module:
-    sizes = {name: value for name, value in SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
-    rotary = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes | {"hidden_size": 48}, rope_parameters=rotary))
-
-
-FAMILIES = {
-    "gpt2": (tiny.gpt2, gpt2.spec_of),
-    "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)), llama_spec),
-    "qwen3": (lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)), llama_spec),
-    "mistral": (lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=3)), llama_spec),
-    "gemma": (
-        lambda: GemmaForCausalLM(GemmaConfig(**SIZES, hidden_activation="gelu_pytorch_tanh")),
-        lambda model: llama_spec(model, "gemma_rms_norm", embedding_scale=24**0.5),
-    ),
-    "gpt_neox": (neox, neox_spec),
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DECODERS)
 @torch.no_grad()
 def test_a_prompt_and_then_single_tokens_give_what_transformers_does(family: str) -> None:
     """Whose tokens are all run at once; rows are padded on the left."""
-    make, spec_of = FAMILIES[family]
-    model = randomised(make())
+    model = randomised(DECODERS[family]())
     ids = torch.randint(3, tiny.VOCAB, (3, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     wanted = model(ids, attention_mask=mask, position_ids=positions).logits
-    decoder, cache = ReferenceDecoder(spec_of(model)), KeyValueCache()
+    decoder, cache = ReferenceDecoder(step_of(model).spec_of(model)), KeyValueCache()
     got = [decoder(cache, ids[:, :5], positions[:, :5], mask[:, :5])]
     for token in range(5, 9):
         got.append(decoder(cache, ids[:, token : token + 1], positions[:, token : token + 1]))
@@ -171,20 +47,21 @@ def test_a_prompt_and_then_single_tokens_give_what_transformers_does(family: str
     assert wanted.std() > 0.1
 
 
-@pytest.mark.parametrize("make", [tiny.t5, tiny.t5_gated])
+@pytest.mark.parametrize("family", ENCODER_DECODERS)
 @torch.no_grad()
-def test_a_decoder_behind_an_encoder_gives_what_transformers_does(make: object) -> None:
-    model = randomised(make())
+def test_a_decoder_behind_an_encoder_gives_what_transformers_does(family: str) -> None:
+    model = randomised(ENCODER_DECODERS[family]())
     generator = torch.Generator().manual_seed(1)
-    ids, tokens = (torch.randint(3, tiny.VOCAB, size, generator=generator) for size in ((2, 6), (2, 140)))
+    # Further than the last bucket of a relative bias begins, or nearly as many as there are positions.
+    lengths = [1, 1, 132, 1, 5] if "t5" in family else [1, 1, 50, 1, 5]
+    ids, tokens = (torch.randint(3, tiny.VOCAB, size, generator=generator) for size in ((2, 6), (2, sum(lengths))))
     mask = torch.ones_like(ids)
     mask[1, 4:] = 0
-    encoded = model.encoder(ids, attention_mask=mask)[0]
+    encoded = model.get_encoder()(ids, attention_mask=mask)[0]
     wanted = model(encoder_outputs=(encoded,), attention_mask=mask, decoder_input_ids=tokens).logits
-    decoder, cache = ReferenceDecoder(t5.spec_of(model)), KeyValueCache()
+    decoder, cache = ReferenceDecoder(step_of(model).spec_of(model)), KeyValueCache()
     decoder.encode(cache, encoded, mask)
-    # Further than the last bucket of the relative bias begins.
-    got = [decoder(cache, part) for part in tokens.split([1, 1, 132, 1, 5], dim=1)]
+    got = [decoder(cache, part) for part in tokens.split(lengths, dim=1)]
     torch.testing.assert_close(torch.cat(got, 1), wanted, **CLOSE)
 
 
@@ -217,23 +94,23 @@ def reference_logits(spec: DecoderSpec, prompt: Tensor, tokens: Tensor, encoded:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", ["gpt2", "t5", "t5_gated"])
+@pytest.mark.parametrize("family", [*DECODERS, *ENCODER_DECODERS])
 @torch.no_grad()
 def test_the_step_gives_what_the_reference_does(family: str, rows: int, each_device: torch.device) -> None:
     """On a GPU by the kernels."""
-    model = randomised(tiny.FAMILIES[family]())
-    module = gpt2.GPT2Step if family == "gpt2" else t5.T5Step
+    model = randomised((DECODERS | ENCODER_DECODERS)[family]())
+    step_class, encodes = step_of(model), model.config.is_encoder_decoder
     generator = torch.Generator().manual_seed(2)
     with torch.device("cpu"):
         prompt, tokens = (torch.randint(3, tiny.VOCAB, (rows, n), generator=generator) for n in (5, 4))
         encoded = None
-        if family != "gpt2":
+        if encodes:
             prompt, encoded = prompt[:, :1], torch.randn(rows, 7, 24, generator=generator).to(each_device)
     prompt, tokens = prompt.to(each_device), tokens.to(each_device)
-    wanted = reference_logits(module.spec_of(model), prompt, tokens, encoded)
+    wanted = reference_logits(step_class.spec_of(model), prompt, tokens, encoded)
 
-    step = module(model)
-    state = DecodeState(Sizes(rows, 16, 8 if encoded is not None else 0), step.shape, step.vocab)
+    step = step_class(model)
+    state = step.new_state(Sizes(rows, 16, 8 if encoded is not None else 0))
     step.begin()
     if encoded is None:
         state.load_prompt(prompt, None, None)
@@ -253,58 +130,48 @@ def test_the_step_gives_what_the_reference_does(family: str, rows: int, each_dev
 
 
 @pytest.mark.parametrize(
-    ("family", "reasons"),
+    ("make", "reason"),
     [
-        ("gpt2", []),
+        (scaled("dynamic", factor=4.0), "rope_type is 'dynamic', whose frequencies depend on the length"),
         (
-            "llama",
-            [
-                "6 heads share 2 heads of keys and values",
-                "queries and keys are rotated",
-                "a norm is rms_norm",
-                "weights of queries, keys and values have different widths",
-            ],
+            scaled("longrope", factor=4.0, short_factor=[1.0] * 4, long_factor=[2.0] * 4),
+            "rope_type is 'longrope', whose frequencies depend on the length",
         ),
-        ("qwen3", [..., "weights of queries, keys and values have different widths"]),
-        ("gpt_neox", ["queries and keys are rotated", "attention and feed-forward are parallel"]),
-        ("gemma", [..., "embeddings are scaled", "a norm is gemma_rms_norm", ...]),
+        (lambda: opt(word_embed_proj_dim=16), "word_embed_proj_dim puts projections around the layers"),
     ],
 )
-def test_what_the_kernels_cannot_do_yet_is_refused_with_reasons(family: str, reasons: list) -> None:
-    make, spec_of = FAMILIES[family]
-    model = make()
-    found = list(not_built_reasons(spec_of(model)))
-    if ... in reasons:
-        assert {reason for reason in reasons if reason is not ...} < set(found)
-    else:
-        assert found == reasons
-    step = type("Step", (SpecStep,), {"spec_of": staticmethod(spec_of)})
-    if reasons:
-        with pytest.raises(ValueError, match=f"no decode step can run this {type(model).__name__}: .*{found[-1]}"):
-            step(model)
-    else:
-        step(model)
+def test_what_a_spec_cannot_say_is_refused_with_a_reason(make: object, reason: str) -> None:
+    model = fuseopt.initialize(make(), GENERATION)
+    model.generate(torch.tensor([[3, 4]]), max_new_tokens=2)
+    assert model.generate.calls[-1].reason == reason
 
 
 def test_each_thing_that_is_not_built_is_named_by_itself() -> None:
-    spec = gpt2.spec_of(tiny.gpt2())
-    (layer, *others), attention = spec.layers, spec.layers[0].self_attention
-    norm, gated = attention.norm, layer.feed_forward._replace(up=Linear((torch.zeros(2, 2),) * 2))
+    def with_first(spec: DecoderSpec, fields: dict[str, object], **of_spec: object) -> list[str]:
+        """The reasons, with these fields of the first layer's attention."""
+        (layer, *others), attention = spec.layers, spec.layers[0].self_attention
+        layers = (layer._replace(self_attention=attention._replace(**fields)), *others)
+        return list(not_built_reasons(DecoderSpec(**{**vars(spec), "layers": layers, **of_spec})))
 
-    def changed(**fields: object) -> list[str]:
-        return list(not_built_reasons(DecoderSpec(**{**vars(spec), **fields})))
-
-    def with_attention(**fields: object) -> list[str]:
-        return changed(layers=(layer._replace(self_attention=attention._replace(**fields)), *others))
-
-    assert changed(head_softcap=3.0) == ["logits are capped"]
-    assert changed(final_norm=norm._replace(kind="t5_rms_norm")) == [
-        "norms are of several kinds: layer_norm, t5_rms_norm"
+    spec, encoder = gpt2.spec_of(tiny.gpt2()), t5.spec_of(tiny.t5())
+    bias, neox = encoder.layers[0].self_attention.relative_bias, gpt_neox()
+    assert with_first(spec, {}) == with_first(encoder, {}) == []
+    assert with_first(spec, {}, final_norm=None, head_scale=2.0) == [
+        "the head's input is scaled without a norm before it"
     ]
-    assert with_attention(window=3) == ["attention sees 3 keys"]
-    assert with_attention(softcap=3.0) == ["scores are capped"]
-    assert with_attention(q_norm=norm) == with_attention(k_norm=norm) == ["queries or keys are normalised"]
-    assert changed(layers=(layer._replace(feed_forward=gated), *others)) == ["a feed-forward is gated by gelu_tanh"]
-    cross = t5.spec_of(tiny.t5()).layers[0].cross_attention
-    mixed = changed(layers=(layer, *(other._replace(cross_attention=cross) for other in others)))
-    assert mixed[-1] == "some layers have cross-attention and some do not"
+    assert with_first(spec, {"relative_bias": bias}, kv_heads=1) == [
+        "a bias by distance, with heads that share keys and values"
+    ]
+    assert with_first(step_of(neox).spec_of(neox), {}, kv_heads=1) == [
+        "queries, keys and values lie head by head, with heads that share keys and values"
+    ]
+    assert with_first(spec, {"sum_norm": spec.final_norm}, parallel_residual=True) == [
+        "parallel layers with cross-attention or norms after them"
+    ]
+    (layer, *others), cross = spec.layers, encoder.layers[0].cross_attention
+    mixed = [layer, *(other._replace(cross_attention=cross) for other in others)]
+    changed = DecoderSpec(**{**vars(spec), "layers": mixed})
+    assert list(not_built_reasons(changed)) == ["some layers have cross-attention and some do not"]
+    step = type("Step", (SpecStep,), {"spec_of": staticmethod(lambda model: changed)})
+    with pytest.raises(ValueError, match="no decode step can run this Linear: some layers"):
+        step(nn.Linear(1, 1))

@@ -68,7 +68,7 @@ def test_weights_of_both_layouts_in_one_layer(gated: bool, dtype: torch.dtype, t
     torch.manual_seed(0)
     weights = [weight_of(layout, 130, 515, dtype) for layout in ("columns", "rows")]
     x = torch.randn(4, 515).to(dtype)
-    options = {"gated": gated, "activation": "relu", "norm": "t5_rms_norm", "norm_weight": torch.rand(515).to(dtype)}
+    options = {"gated": gated, "activation": "relu", "norm": "rms_norm", "norm_weight": torch.rand(515).to(dtype)}
     output = decode_linear(x, weights, **options, backend="cpu")
     wide = {**options, "norm_weight": options["norm_weight"].double()}
     expected = decode_linear_reference(*tree_map_only(Tensor, to_float64, (x, weights)), **wide)

@@ -12,7 +12,7 @@ from tests.ops.cases import DTYPES, Case, cases
 from tests.ops.decode.decode_states import state_of as decode_state_of
 
 every_case = pytest.mark.parametrize("case", cases("decode_head_select_"))
-NORMS = ("layer_norm", "t5_rms_norm", None)
+NORMS = ("layer_norm", "rms_norm", None)
 
 
 def as_wide(vocabulary: int, device: torch.device) -> int:
@@ -73,7 +73,7 @@ def test_small_heads_select_what_the_product_has_largest(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 16])
 @pytest.mark.parametrize(("vocabulary", "columns"), [(50257, 768), (32128, 512), (50001, 1600)])
@@ -173,7 +173,7 @@ def test_edits_beside_token_rules_are_applied_too(case: Case) -> None:
 def test_a_residual_stream_in_float32(case: Case) -> None:
     input = torch.randn(2, 512).to(case.device)
     weight = torch.randn(32128, 512).to(case.device, torch.float16)
-    check(case, input, weight, norm_of("t5_rms_norm", 512, weight))
+    check(case, input, weight, norm_of("rms_norm", 512, weight))
 
 
 @every_case
@@ -182,16 +182,27 @@ def test_nan_is_the_highest(case: Case) -> None:
     weight = torch.randn(40_000, 64).to(case.device, torch.bfloat16)
     weight[[39_000, 31_111]] = torch.nan
     state = state_of(3, case.device)
-    case(input, weight, *state.values(), norm="t5_rms_norm")
+    case(input, weight, *state.values(), norm="rms_norm")
     assert state["tokens"].tolist() == [31_111, 3, 31_111]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("are_sums", [False, True])
-@pytest.mark.parametrize(("rows", "kernels"), [(1, 2), (8, 2), (9, 3)])
-def test_no_launch_looks_for_what_blocks_have_found(rows: int, kernels: int, are_sums: bool) -> None:
-    input = torch.randn(rows, 768, device="cuda", dtype=torch.bfloat16)
-    weight = torch.randn(50257, 768, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("rows", "dtype", "kernels"),
+    [
+        (1, torch.bfloat16, 2),
+        (8, torch.bfloat16, 2),
+        (9, torch.bfloat16, 3),
+        (1, torch.float32, 2),
+        (16, torch.float32, 2),
+    ],
+)
+def test_no_launch_looks_for_what_blocks_have_found(
+    rows: int, dtype: torch.dtype, kernels: int, are_sums: bool
+) -> None:
+    input = torch.randn(rows, 768, device="cuda", dtype=dtype)
+    weight = torch.randn(50257, 768, device="cuda", dtype=dtype)
     state, norm = state_of(rows, input.device), norm_of("layer_norm", 768, weight)
     if are_sums and rows <= 8:
         norm["split_k_partials"] = torch.randn(2, rows, 768, device="cuda")

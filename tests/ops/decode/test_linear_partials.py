@@ -24,7 +24,7 @@ from tests.ops.variations import poisoned_allocations
 
 MOST_ROWS = 8
 HALVES = (torch.bfloat16, torch.float16)
-LAYER_NORM, RMS_NORM = "layer_norm", "t5_rms_norm"
+LAYER_NORM, RMS_NORM = "layer_norm", "rms_norm"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -156,7 +156,7 @@ def test_addends_against_float64(rows: int, outputs: int, columns: int, seed: in
     rows=st.integers(1, MOST_ROWS),
     outputs=st.integers(180, 300).map(lambda eighths: 8 * eighths) | st.integers(24_000, 26_000),
     columns=st.integers(1, 96).map(lambda eighths: 8 * eighths),
-    dtype=st.sampled_from(HALVES),
+    dtype=st.sampled_from([*HALVES, torch.float32]),
     norm=st.sampled_from([LAYER_NORM, RMS_NORM]),
     shift=st.sampled_from([0.0, 0.0, 100.0]),
     has_bias=st.booleans(),
@@ -188,7 +188,7 @@ def test_of_sum_against_float64(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
 def test_layers_of_gpt2_take_one_launch_each(rows: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     inner, down = make(rows, 3072, dtype=dtype), make(3072, 768, dtype=dtype, scale=0.02).T
@@ -204,7 +204,8 @@ def test_layers_of_gpt2_take_one_launch_each(rows: int, dtype: torch.dtype) -> N
     expected = decode_linear(decode_linear(inner, down, bias, residual=stream), weight, next_bias, **norm)
     # A sum of two parts may round the other way, which a norm passes on.
     torch.testing.assert_close(output, expected, rtol=0.05, atol=0.05)
-    assert [launch.name.count("decode_linear_skinny_mma_kernel") for launch in launches_of(both)] == [1, 1]
+    kernel = "decode_linear_skinny_mma_kernel" if dtype in HALVES else "decode_linear_fma_kernel"
+    assert [launch.name.count(kernel) for launch in launches_of(both)] == [1, 1]
 
 
 def test_the_earlier_name_warns() -> None:

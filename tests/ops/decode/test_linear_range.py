@@ -44,7 +44,7 @@ def test_the_kernel_of_one_row_takes_such_a_layer() -> None:
     assert "decode_linear_gemv_kernel" in kernel
 
 
-@pytest.mark.parametrize("norm", ["layer_norm", "t5_rms_norm"])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("std", [1e-6, 1e-5, 1e-4, 1e-3, 5e-3, 0.1, 1.0, 30.0, 1e3, 1e4])
 @torch.no_grad()
 def test_small_and_large_rows_lose_no_more_than_upstream(std: float, norm: str) -> None:

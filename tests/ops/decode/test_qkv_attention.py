@@ -28,9 +28,8 @@ from tests.ops.cases import DTYPES, Case, RawCalls, cases, error, examples, need
 from tests.ops.variations import poisoned_allocations
 
 MOST_PLACES, MOST_COLUMNS, HEAD_DIM = 512, 1664, 64
-MIN_COLUMNS = tuned("qkv_attention_min_columns")
 HALVES = (torch.bfloat16, torch.float16)
-LAYER_NORM, RMS_NORM = "layer_norm", "t5_rms_norm"
+LAYER_NORM, RMS_NORM = "layer_norm", "rms_norm"
 EPS = 1e-3
 # (K, heads) of layers that decode_linear's own kernel of one row multiplies in the same way: GPT-2 XL's, and of the
 # longest K.
@@ -230,10 +229,14 @@ WRONG = [
     ({"input": torch.zeros(2, 13)}, ValueError, r"weight must have shape \(24, 13\), not \(24, 12\)"),
     ({"weight": torch.zeros(16, 12), "bias": None}, ValueError, r"weight must have shape \(24, 12\), not \(16, 12\)"),
     ({"bias": torch.zeros(23)}, ValueError, "bias must have shape"),
-    ({"norm": "batch_norm"}, ValueError, "norm must be 'layer_norm' or 't5_rms_norm', not 'batch_norm'"),
-    ({"norm": None, "norm_weight": None}, ValueError, "norm must be 'layer_norm' or 't5_rms_norm', not None"),
+    ({"norm": "batch_norm"}, ValueError, "norm must be 'layer_norm', 'rms_norm', 'gemma_rms_norm', not 'batch_norm'"),
+    (
+        {"norm": None, "norm_weight": None},
+        ValueError,
+        "norm must be 'layer_norm', 'rms_norm', 'gemma_rms_norm', not None",
+    ),
     ({"norm_weight": torch.zeros(11)}, ValueError, "norm_weight must have shape"),
-    ({"norm": RMS_NORM, "norm_bias": torch.zeros(12)}, ValueError, "t5_rms_norm has no bias"),
+    ({"norm": RMS_NORM, "norm_bias": torch.zeros(12)}, ValueError, "rms_norm has no bias"),
     ({"value_cache": torch.zeros(2, 2, 8, 4)}, ValueError, "value_cache must have shape"),
     ({"key_cache": torch.zeros(2, 2, 9, 4).half()}, ValueError, "key_cache must have weight's dtype"),
     ({"key_cache": torch.zeros(2, 2, 4, 9).mT}, ValueError, "key_cache must be contiguous"),
@@ -335,12 +338,13 @@ def test_what_it_is_fast_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a K that is long enough, what the kernel takes."""
     taken: list[bool] = []
     monkeypatch.setattr("fuseopt.ops.decode.qkv_attention.takes_qkv_attention", lambda *_, **of_norm: taken[0])
-    for columns in (MIN_COLUMNS - 8, MIN_COLUMNS):
+    least = tuned("qkv_attention_min_columns", torch.device("cpu"))
+    for columns in (least - 8, least):
         layer, of_norm = layer_of(columns, 2, torch.bfloat16, "cpu")
         for takes in (False, True):
             taken[:] = [takes]
             caches = caches_of(1, 2, 9, HEAD_DIM, layer[0])
-            assert is_fast(*layer, *caches, **of_norm) == (takes and columns == MIN_COLUMNS)
+            assert is_fast(*layer, *caches, **of_norm) == (takes and columns == least)
     monkeypatch.undo()
     assert not is_fast(*layer, *caches, **of_norm)  # on a CPU
 
@@ -543,7 +547,8 @@ def test_what_it_does_not_take_is_left_to_two_ops() -> None:
         arguments = arguments_of(**like)
         assert takes(*arguments) and ran(*arguments) == ["decode_qkv_attention_.default"], like
         layer, of_norm, caches = arguments
-        assert is_fast(*layer, *caches, **of_norm) == (like.get("columns", 1024) >= MIN_COLUMNS)
+        least = tuned("qkv_attention_min_columns", layer[0].device)
+        assert is_fast(*layer, *caches, **of_norm) == (like.get("columns", 1024) >= least)
         positions, mask = torch.tensor([21], device="cuda"), torch.ones_like(caches[0][:, 0, :, 0], dtype=torch.bool)
 
         def call(arguments: Any = arguments, positions: Tensor = positions, mask: Tensor = mask) -> Tensor:

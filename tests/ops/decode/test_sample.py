@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers.generation import logits_process
 
 from fuseopt.errors import BackendError
-from fuseopt.ops import SamplingFilters, decode_sample_, decode_select_, edit_logits
+from fuseopt.ops import SamplingFilters, decode_sample_, decode_select_, edit_logits, filter_scores
 from fuseopt.ops.decode.edit_logits import LogitsEdits, sample_edits
+from fuseopt.ops.decode.torch_draw import offset_of_draw
 from tests.ops.cases import DTYPES, Case, RawCalls, cases, examples, launched_kernels
 from tests.ops.decode.decode_states import state_of
 
@@ -24,6 +25,12 @@ FILTERS = st.builds(
     top_p=st.one_of(st.just(1.0), st.floats(0.0, 1.0), st.sampled_from([1e-7, 0.95, 1 - 1e-7])),
     min_p=st.one_of(st.just(0.0), st.floats(0.0, 1.0), st.sampled_from([1e-5, 0.05, 1.0])),
     typical_p=st.one_of(st.just(1.0), st.floats(0.01, 0.99)),
+) | st.builds(
+    SamplingFilters,
+    top_k=st.one_of(st.just(0), st.integers(20, 60)),
+    top_p=st.one_of(st.just(1.0), st.floats(0.0, 0.9)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.0, 1.0)),
+    min_tokens=st.integers(2, 20),
 )
 # Rounding moves sums of probabilities, differences from the entropy, and ratios by no more than these.
 OF_SUMS, OF_DIFFERENCES, OF_RATIOS = 1e-5, 2e-5, 4e-6
@@ -37,8 +44,10 @@ def warpers(filters: SamplingFilters) -> list[logits_process.LogitsProcessor]:
         "min_p": logits_process.MinPLogitsWarper,
         "typical_p": logits_process.TypicalLogitsWarper,
     }
-    absent = SamplingFilters()
-    return [made[name](value) for name, value in filters._asdict().items() if value != getattr(absent, name)]
+    absent, least = SamplingFilters(), {"min_tokens_to_keep": filters.min_tokens}
+    return [
+        made[name](getattr(filters, name), **least) for name in made if getattr(filters, name) != getattr(absent, name)
+    ]
 
 
 def rounding_decides(scores: Tensor, divisors: Tensor, filters: SamplingFilters) -> tuple[Tensor, Tensor]:
@@ -54,7 +63,7 @@ def rounding_decides(scores: Tensor, divisors: Tensor, filters: SamplingFilters)
         if isinstance(warper, logits_process.TopPLogitsWarper):
             ascending, order = probabilities.sort(dim=-1, stable=True)
             near = (ascending.cumsum(-1) - (1 - warper.top_p)).abs() < OF_SUMS
-            near[:, -1] = False
+            near[:, -warper.min_tokens_to_keep :] = False
             unclear |= torch.zeros_like(near).scatter(1, order, near)
             if scores.shape[1] <= 32:
                 lowest = kept.masked_fill(kept == -torch.inf, torch.inf).amin(-1, keepdim=True)
@@ -62,6 +71,9 @@ def rounding_decides(scores: Tensor, divisors: Tensor, filters: SamplingFilters)
         elif isinstance(warper, logits_process.MinPLogitsWarper):
             relative = probabilities / probabilities.amax(-1, keepdim=True)
             unclear |= ((relative / max(warper.min_p, 1e-30) - 1).abs() < OF_RATIOS) & (relative != 1)
+            if warper.min_tokens_to_keep > 1:  # of equal scores upstream keeps any
+                lowest = kept.masked_fill(kept == -torch.inf, torch.inf).amin(-1, keepdim=True)
+                unclear |= (scores == lowest) & ((scores == lowest).sum(-1, keepdim=True) > 1)
         elif isinstance(warper, logits_process.TypicalLogitsWarper):
             information = -probabilities.log()
             distances = (information - (probabilities * information).nansum(-1, keepdim=True)).abs()
@@ -102,6 +114,8 @@ def check_draws(case: Case, logits: Tensor, filters: SamplingFilters, edits: Log
     decode_select_(kept.softmax(-1), *expected.values(), divisors=divisors, backend="reference")
     draw, unclear = rounding_decides(scores, divisors, filters)
     assert torch.equal(returned.masked_fill(unclear, 0), kept.masked_fill(unclear, 0))
+    only_filtered, highest = filter_scores(logits, filters=filters, edits=edits, backend=case.backend)
+    assert torch.equal(only_filtered, returned) and torch.equal(highest, returned.amax(-1))
     decided = ~draw
     assert torch.equal(state["tokens"][decided], expected["tokens"][decided])
     assert torch.equal(state["ids"][:, 4], state["tokens"]) and state["length"].item() == 5
@@ -174,6 +188,17 @@ def test_ties(case: Case, levels: int, filters: SamplingFilters) -> None:
 
 
 @every_case
+@pytest.mark.parametrize("top_k", [1, 3, 300])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_top_k_keeps_scores_too_low_to_be_drawn(case: Case, top_k: int, dtype: torch.dtype) -> None:
+    """Fewer than k scores within 87 of the highest, below which probabilities are 0."""
+    torch.manual_seed(top_k)
+    for vocabulary in (12, 1000, 30_011):
+        logits = (900 * torch.randn(3, vocabulary)).to(case.device, dtype)
+        assert check_draws(case, logits, SamplingFilters(top_k=top_k)) == 3
+
+
+@every_case
 def test_one_token_is_left(case: Case) -> None:
     logits = torch.full((3, 20_000), -torch.inf, device=case.device)
     logits[0, 0], logits[1, 19_999], logits[2, 12_345] = 3.0, -1e30, 0.0
@@ -203,9 +228,15 @@ def test_wrong_arguments_are_refused_by_name(case: Case) -> None:
         (SamplingFilters(top_k=-1), "top_k must be positive"),
         (SamplingFilters(top_p=1.5), r"top_p must be in \[0, 1\]"),
         (SamplingFilters(typical_p=torch.nan), "typical_p must be"),
+        (SamplingFilters(min_tokens=0), "min_tokens must be between 1 and 128"),
+        (SamplingFilters(min_tokens=2, typical_p=0.5), "1 with typical_p"),
     ):
         with pytest.raises(ValueError, match=message):
             case(logits, logits, *state.values(), filters=filters)
+    with pytest.raises(ValueError, match="give either divisors or random"):
+        case(logits, None, *state.values())
+    with pytest.raises(ValueError, match=r"random must be \[3\] torch\.int64 on a GPU"):
+        case(logits, None, *state.values(), random=torch.zeros(3, device=case.device))
     with pytest.raises(ValueError, match="divisors must have shape"):
         case(logits, logits[:, :3], *state.values())
     with pytest.raises(TypeError, match=r"divisors must be torch\.float32"):
@@ -255,6 +286,28 @@ def test_large_vocabularies(rows: int, vocabulary: int, dtype: torch.dtype) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 8, 70])
+@pytest.mark.parametrize("vocabulary", [7, 300, 50_257])
+@pytest.mark.parametrize("filters", [SamplingFilters(), SamplingFilters(top_k=50), SamplingFilters(top_p=0.9)], ids=str)
+@pytest.mark.parametrize("backend", ["cuda", "reference"])
+def test_draws_the_generators_numbers(rows: int, vocabulary: int, filters: SamplingFilters, backend: str) -> None:
+    """`random` instead of torch's own draw: the same tokens from the same generator, one step after another."""
+    device = torch.device("cuda")
+    generator = torch.Generator(device).manual_seed(2**63 + 12345)
+    generator.set_offset(2**34 + 16)
+    logits = torch.randn(rows, vocabulary, device=device)
+    random = torch.tensor([12345 - 2**63, 2**34 + 16, 0], device=device)
+    state, expected = state_of(rows, 0, [], device), state_of(rows, 0, [], device)
+    for step in range(3):
+        before = generator.get_offset()
+        divisors = torch.empty(logits.shape, device=device).exponential_(generator=generator)
+        assert generator.get_offset() - before == offset_of_draw(logits.numel(), device)
+        decode_sample_(logits, divisors, *expected.values(), filters=filters, backend="cuda")
+        decode_sample_(logits, None, *state.values(), filters=filters, random=random, backend=backend)
+        assert torch.equal(state["ids"], expected["ids"]) and random[2].item() == step + 1
+
+
+@pytest.mark.gpu
 def test_two_kernels_in_a_graph_draw_as_eager_calls_do() -> None:
     logits = torch.randn(3, 5000, device="cuda", dtype=torch.bfloat16)
     filters = SamplingFilters(top_k=500, top_p=0.9)
@@ -286,3 +339,15 @@ def test_a_gradient_is_not_for_kernels() -> None:
     state = state_of(1, 0, [], torch.device("cpu"))
     with pytest.raises(BackendError, match="autograd"):
         decode_sample_(torch.zeros(1, 5, requires_grad=True), torch.ones(1, 5), *state.values(), backend="cuda")
+
+
+@pytest.mark.gpu
+def test_filters_take_a_row_without_a_finite_score() -> None:
+    """As of a beam whose tokens are all banned."""
+    scores = torch.randn(3, 9001, device="cuda")
+    scores[1] = -torch.inf
+    for filters in (SamplingFilters(top_k=5, min_tokens=2), SamplingFilters(top_p=0.5, min_p=0.1)):
+        kept, highest = filter_scores(scores, filters=filters, backend="cuda")
+        expected, _ = filter_scores(scores[::2].contiguous(), filters=filters, backend="cuda")
+        assert torch.equal(kept[::2], expected) and (kept[1] == -torch.inf).all()
+        assert torch.equal(highest, scores.amax(-1))

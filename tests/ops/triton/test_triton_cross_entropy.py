@@ -11,6 +11,7 @@ from fuseopt.ops.triton import (
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
 )
+from fuseopt.tuning import tuned
 from tests.ops.variations import every_view_of_rows
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -121,12 +122,12 @@ def linear_case(device, dtype, rows, features, classes):
 @options
 @pytest.mark.parametrize("classes", [64, 61, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_linear_in_several_chunks(device, assert_matches, monkeypatch, dtype, classes, smoothing, z_loss):
+def test_linear_in_several_chunks(device, assert_matches, monkeypatch, set_tuned, dtype, classes, smoothing, z_loss):
     monkeypatch.setattr(linear_kernels, "CHUNK_ROWS", 4)
-    monkeypatch.setattr(linear_kernels, "CHUNK_BYTES", 0)
+    set_tuned("linear_cross_entropy_chunk_bytes", 0)
     torch.manual_seed(0)
     *tensors, target = linear_case(device, dtype, 11, 24, classes)
-    assert len(list(linear_kernels.chunks(11, classes, dtype.itemsize))) == 3
+    assert len(list(linear_kernels.chunks(11, classes * dtype.itemsize, device))) == 3
     arguments = (*tensors, target, IGNORED, smoothing, z_loss, dtype, True, True, True)
     losses, *gradients = linear_cross_entropy_fwd(*arguments)
     expected = linear_reference(*(tensor.double() for tensor in tensors), target, smoothing, z_loss)
@@ -154,9 +155,9 @@ def test_only_the_gradients_that_are_wanted(device, wanted):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_gradients_in_half_precision_are_no_worse_than_in_two_steps(device, monkeypatch, dtype):
+def test_gradients_in_half_precision_are_no_worse_than_in_two_steps(device, monkeypatch, set_tuned, dtype):
     """Chunks too: what they add up to is kept in float32."""
-    monkeypatch.setattr(linear_kernels, "CHUNK_BYTES", 0)
+    set_tuned("linear_cross_entropy_chunk_bytes", 0)
     monkeypatch.setattr(linear_kernels, "CHUNK_ROWS", 16)
     torch.manual_seed(0)
     input, weight, _, target = linear_case(device, dtype, 200, 32, 61)
@@ -217,12 +218,13 @@ def test_a_target_that_is_no_class_fails_an_assertion(device, bad):
 
 def test_chunks_cover_every_row_once_and_fit_the_buffer():
     for rows, width in ((1, 64), (65536, 50304), (5632, 50304), (3, 300_032), (10**6, 64)):
-        slices = list(linear_kernels.chunks(rows, width, 2))
+        slices = list(linear_kernels.chunks(rows, 2 * width, torch.device("cpu")))
         assert [row for s in slices for row in (s.start, s.stop)] == sorted(
             [0, rows, *(s.stop for s in slices[:-1]), *(s.start for s in slices[1:])]
         )
         largest = max(s.stop - s.start for s in slices)
-        assert largest * width * 2 <= linear_kernels.CHUNK_BYTES or largest <= linear_kernels.CHUNK_ROWS
+        most = tuned("linear_cross_entropy_chunk_bytes", torch.device("cpu"))
+        assert largest * width * 2 <= most or largest <= linear_kernels.CHUNK_ROWS
 
 
 @pytest.mark.gpu

@@ -51,7 +51,7 @@ def blocks(count: int, norm=nn.LayerNorm, **options) -> list[Block]:
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def calls(monkeypatch, set_tuned):
     """The arguments of each call; small tensors on a CPU are taken, and computed by the reference."""
     found = []
 
@@ -59,7 +59,7 @@ def calls(monkeypatch):
         found.append(arguments)
         return tuple(result.contiguous() for result in layer_norm_of_sum_bwd_reference(*arguments))
 
-    monkeypatch.setattr(recomputed_norms, "_LEAST_ELEMENTS", 0)
+    set_tuned("recomputed_norms_min_elements", 0)
     monkeypatch.setattr(recomputed_norms, "_is_on_gpu", lambda tensor: True)
     monkeypatch.setattr(recomputed_norms, "is_available", lambda: True)
     with contextlib.closing(_Library()) as library:
@@ -157,8 +157,8 @@ def test_norms_that_cannot_be_recomputed_are_kept(calls, name):
     assert calls == []
 
 
-def test_small_ones_stay(calls, monkeypatch):
-    monkeypatch.setattr(recomputed_norms, "_LEAST_ELEMENTS", 6 * SIZE + 1)
+def test_small_ones_stay(calls, set_tuned):
+    set_tuned("recomputed_norms_min_elements", 6 * SIZE + 1)
     assert_same_gradients(Stack(blocks(4)))
     assert calls == []
 

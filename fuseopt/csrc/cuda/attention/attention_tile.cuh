@@ -21,7 +21,7 @@ struct Lengths {
       : filled(load(attention.lengths, item)), start(load(attention.starts, item)) {}
 
  private:
-  __device__ static int load(const DecodeAttention::Integers& integers, unsigned item) {
+  __device__ static int load(const Integers& integers, unsigned item) {
     if (integers.data == nullptr) return 0;
     const unsigned words = static_cast<unsigned>(integers.stride) * (static_cast<unsigned>(integers.bytes) / 4);
     return __ldcg(static_cast<const int*>(integers.data) + item * words);
@@ -176,6 +176,23 @@ struct Attended {
   template <bool kFirst = false, typename Tile, typename Query, int kTiles>
   __device__ void add(Tile (&tiles)[kTiles], const Query& query, int queries, const float (&addends)[kTiles][2],
                       unsigned dropped, float scale) {
+    add_scored<kFirst>(tiles, query, queries, dropped, [&](float (&scores)[kTiles][4], int q) {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float& score = scores[t][h * 2 + q];
+          score = addends[t][h] == -INFINITY ? -INFINITY : score * scale + addends[t][h];
+        }
+      }
+    });
+  }
+
+  // The same with `to_scores(products, q)`: makes scores, in powers of two, of products [tile][h * 2 + q] of keys
+  // lane / 4 + 8 h with query lane % 4 * 2 + q; -INFINITY excludes a key.
+  template <bool kFirst = false, typename Tile, typename Query, int kTiles, typename ToScores>
+  __device__ void add_scored(Tile (&tiles)[kTiles], const Query& query, int queries, unsigned dropped,
+                             ToScores to_scores) {
     float scores[kTiles][4] = {};
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
@@ -190,14 +207,13 @@ struct Attended {
         for (int t = 0; t < kTiles; ++t) scores[t][q] = scores[t][2 + q] = 0;
         continue;
       }
+      to_scores(scores, q);
       float raised = largest[q];
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          float& score = scores[t][h * 2 + q];
-          score = addends[t][h] == -INFINITY ? -INFINITY : score * scale + addends[t][h];
-          raised = fmaxf(raised, score);
+          raised = fmaxf(raised, scores[t][h * 2 + q]);
         }
       }
 #pragma unroll

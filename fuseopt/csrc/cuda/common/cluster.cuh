@@ -63,6 +63,8 @@ __device__ inline void store_to_block(Value* own, int rank, Value value) {
     asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(remote), "d"(value) : "memory");
   } else if constexpr (std::is_same_v<Value, unsigned long long>) {
     asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(remote), "l"(value) : "memory");
+  } else if constexpr (std::is_same_v<Value, unsigned>) {
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(remote), "r"(value) : "memory");
   } else {
     static_assert(std::is_same_v<Value, float>);
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");

@@ -21,12 +21,13 @@ struct DecodeLinear {
   TypedPointer input;  // [rows, in_features]
   int64_t rows;
   int64_t in_features;
-  const void* weights[kMaxWeights];  // [out_features, in_features]
+  const void* weights[kMaxWeights];  // [widths[i], in_features]
   int weight_count;
   int weight_dtype;             // DType
   int64_t weight_stride;        // stride of the dimension whose stride is not 1
   bool weights_are_transposed;  // that dimension is `in_features`
-  int64_t out_features;
+  int64_t widths[kMaxWeights];
+  int64_t out_features;  // the largest of `widths`; of a gated pair each
   TypedPointer biases[kMaxWeights];
   TypedPointer residual;  // like `output`
   TypedPointer norm_weight;
@@ -37,8 +38,8 @@ struct DecodeLinear {
   bool gated;
   bool pdl;         // may start before the previous kernel on the stream has ended
   const void* prefetch[kMaxWeights];  // weights to prefetch into the L2 cache, or null
-  int64_t prefetch_bytes;             // of each
-  TypedPointer output;  // [rows, out_features * weight_count], or [rows, out_features] if gated
+  int64_t prefetch_bytes[kMaxWeights];
+  TypedPointer output;  // [rows, sum of widths], or [rows, out_features] if gated
   const float* split_k_partials;  // [kSplitK, rows, in_features] to be added to `input`; or null
   void* sum;  // with `split_k_partials`: that sum, [rows, in_features] of the input's dtype
   bool is_split_k;         // `output` is [kSplitK, rows, out_features] float32, yet to be added up
@@ -47,18 +48,44 @@ struct DecodeLinear {
   const int64_t* sequence_length;  // determines which rules hold
 };
 
-// One query per row, [rows, heads, head_dim], over places [starts, lengths) of the caches, [rows / queries_per_kv,
-// heads, capacity, head_dim]. If there is a `key`, it and `value` are first written to the last of these places.
+inline int64_t output_columns(const DecodeLinear& layer) {
+  int64_t columns = 0;
+  for (const int64_t width : layer.widths) columns += width;
+  return layer.gated ? layer.out_features : columns;
+}
+
+inline bool has_one_width(const DecodeLinear& layer) {
+  bool has_one = true;
+  for (int i = 1; i < layer.weight_count; ++i) has_one &= layer.widths[i] == layer.widths[0];
+  return has_one;
+}
+
+// One integer for all rows, or one for each.
+struct Integers {
+  const void* data;  // null: zeros
+  int bytes;         // bytes of an integer, 4 or 8
+  int64_t stride;    // 0 if one serves all rows
+};
+
+// RMS norm and rotation of heads' vectors, [head_dim] each: see fuseopt/ops/decode/head_rotation.py.
+struct HeadRotation {
+  const float* table;  // [positions, rotated]: cosines, then sines; null: no rotation
+  int64_t positions;
+  int rotated;
+  bool interleaved;  // pairs are neighbours, else `rotated` / 2 apart
+  Integers row_positions;
+  TypedPointer q_norm, k_norm;  // [head_dim]; absent: no norm
+  double eps, offset;
+};
+
+// One query per row and head, [rows, heads, head_dim], over places [starts, lengths) of the caches, [rows of the caches,
+// kv_heads, capacity, head_dim]. If there is a `key`, it and `value`, [rows, kv_heads, head_dim], are first written to
+// the last of these places.
 struct DecodeAttention {
   struct Heads {
     const void* data;
     int64_t row_stride;
     int64_t head_stride;
-  };
-  struct Integers {
-    const void* data;  // null: zeros
-    int bytes;         // bytes of an integer, 4 or 8
-    int64_t stride;    // 0 if one serves all rows
   };
   int dtype;  // DType
   Heads query;
@@ -68,19 +95,29 @@ struct DecodeAttention {
   void* value_cache;
   int64_t rows;
   int64_t heads;
+  int64_t kv_heads;
   int64_t head_dim;
   int64_t capacity;
-  int64_t queries_per_kv;
+  int64_t queries_per_kv;  // queries of one head of an item of the cache: its rows x `group`
+  int64_t group;           // heads / kv_heads
   Integers lengths;  // if there is a `key`, without it
   Integers starts;
-  const bool* mask;  // [rows / queries_per_kv, capacity], or null
+  const bool* mask;  // [rows of the caches, capacity], or null
   TypedPointer bias;  // [heads, bias_columns]
   int64_t bias_columns;
   const int* ancestry;  // [rows, capacity]: the row of the caches that holds an earlier place; null: the row itself
+  HeadRotation rotation;
+  int64_t window;  // places that are attended to, from the last one back; 0: all
+  double softcap;  // 0: none
   double scale;
   bool pdl;  // may start before the previous kernel on the stream has ended
   void* output;  // [rows, heads, head_dim]
+  float* workspace;  // fuseopt_decode_attention_workspace floats, written before they are read
   float score_scale;  // `scale` for scores in powers of two; set by the launcher
+
+  bool has_rotation() const {
+    return rotation.table != nullptr || rotation.q_norm.data != nullptr || rotation.k_norm.data != nullptr;
+  }
 };
 
 // The sum of a token's and a position's embedding.
@@ -113,6 +150,28 @@ struct PromptAttention {
   bool pdl;       // may start before the previous kernel on the stream has ended
   void* output;       // [rows, length, heads, head_dim]
   float score_scale;  // `scale` for scores in powers of two; set by the launcher
+};
+
+// Rotates a prompt's queries and keys, and writes its keys and values to the first slots of a cache.
+struct RotaryStore {
+  struct Heads {
+    void* data;  // [rows, tokens, heads, head_dim], head_dim contiguous
+    int64_t row_stride;
+    int64_t token_stride;
+    int64_t head_stride;
+  };
+  int dtype;  // DType
+  Heads qkv;  // heads of queries, then of keys, then of values
+  Heads key_cache, value_cache;
+  Heads query;  // the rotated queries
+  int64_t rows;
+  int64_t length;
+  int64_t heads;
+  int64_t kv_heads;
+  int64_t head_dim;
+  HeadRotation rotation;  // its row positions are by row and token
+  bool pdl;               // may start before the previous kernel on the stream has ended
+  bool aligned;           // set by the launcher
 };
 
 // Applies `edits`, in their order, to scores of any dtype; the result is float32.
@@ -157,19 +216,24 @@ struct DecodeSelect {
 };
 
 // The end of a step that samples: of the scores that `select.edits` and then the filters leave, the one whose probability
-// divided by its `select.divisors` is highest. Absent filters have the values that are given here.
+// divided by its number is highest. The numbers are `select.divisors`, or those that torch.Tensor.exponential_ would draw.
+// Absent filters have the values that are given here.
 struct DecodeSample {
-  DecodeSelect select;  // `candidates` is [rows, blocks]
+  DecodeSelect select;    // `candidates` is [rows]
+  const int64_t* random;  // seed and offset of torch's generator, and how many draws came before; null with divisors
   int64_t top_k;        // vocabulary: none
   double top_p;         // 1: none
   double min_p;         // 0: none
   double typical_p;     // 1: none
+  int min_tokens;       // of the highest scores, that top_p and min_p leave; 1 with typical_p
   int blocks;           // per row, as fuseopt_decode_sample_blocks returns
   float* scratch;       // [rows, fuseopt_decode_sample_scratch]; null if that is 0
   float* kept;          // [rows, vocabulary]: gets the scores that are left, and -inf for others; or null
+  float* highest;       // [rows]: gets the highest score; then nothing is drawn, and the step does not end; or null
 };
 
-// The `count` best continuations of each item's beams.
+// The `count` best continuations of each item's beams; or, with `highest`, those that torch.multinomial would draw. Scores
+// are then float32, without edits or log-softmax.
 struct BeamCandidates {
   static constexpr int kMaxCount = 32;  // sorted by one warp
   ScoreMatrix scores;                   // [items * beams, vocabulary]
@@ -178,6 +242,8 @@ struct BeamCandidates {
   bool has_edits;
   LogitsEdits edits;  // of float32 scores, after the log-softmax
   const float* running_scores;  // [items, beams]
+  const float* highest;         // of each row of `scores`; or null
+  const int64_t* random;        // with `highest`, as of DecodeSample
   int64_t items;
   int64_t beams;
   int count;

@@ -126,7 +126,7 @@ enum Activation : int { kGelu = 0, kGeluTanh = 1, kSilu = 2, kRelu = 3, kIdentit
 // The contiguous dimension of a weight [N, K]: K, or N as in a contiguous [K, N].
 enum class Layout { kRowMajorNK, kColMajorKN };
 
-enum Norm : int { kNoNorm = 0, kLayerNorm = 1, kT5RmsNorm = 2 };
+enum Norm : int { kNoNorm = 0, kLayerNorm = 1, kRmsNorm = 2, kGemmaRmsNorm = 3 };
 
 // Attention over sequences of up to 32 tokens.
 struct ShortAttention {

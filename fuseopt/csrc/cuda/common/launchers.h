@@ -33,6 +33,8 @@ cudaError_t fuseopt_short_attention(ShortAttention attention, cudaStream_t strea
 // From sm_80 on.
 cudaError_t fuseopt_prompt_attention(PromptAttention attention, cudaStream_t stream);
 
+cudaError_t fuseopt_rotary_store(RotaryStore store, cudaStream_t stream);
+
 cudaError_t fuseopt_edit_logits(EditLogits edit, cudaStream_t stream);
 
 // The number of chunks of a row that each produce a candidate.
@@ -40,7 +42,7 @@ int64_t fuseopt_decode_select_chunks(int64_t vocabulary);
 
 cudaError_t fuseopt_decode_select(DecodeSelect select, cudaStream_t stream);
 
-// The blocks that share a row, each of which produces a candidate; 0: the vocabulary is too large for this device.
+// The blocks that share a row; 0: the vocabulary is too large for this device.
 int64_t fuseopt_decode_sample_blocks(int64_t rows, int64_t vocabulary);
 
 // Floats of memory that the scores of a row need, where they do not fit in its blocks' shared memory.
@@ -63,6 +65,9 @@ cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t stream);
 bool fuseopt_takes_decode_softmax_linear(DecodeLinear layer, int64_t groups);
 
 cudaError_t fuseopt_decode_softmax_linear(DecodeLinear layer, int64_t groups, cudaStream_t stream);
+
+// Floats of `workspace` that the call needs, which may be 0.
+int64_t fuseopt_decode_attention_workspace(const DecodeAttention& attention);
 
 cudaError_t fuseopt_decode_attention(DecodeAttention attention, cudaStream_t stream);
 

@@ -61,6 +61,14 @@ __device__ inline unsigned multiply_pair(unsigned a, unsigned b) {
   return reinterpret_cast<const unsigned&>(product);
 }
 
+// a * b + a, rounded once.
+template <typename T>
+__device__ inline unsigned multiply_pair_by_one_more(unsigned a, unsigned b) {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  const Pair &of_a = reinterpret_cast<Pair&>(a), product = __hfma2(of_a, reinterpret_cast<Pair&>(b), of_a);
+  return reinterpret_cast<const unsigned&>(product);
+}
+
 // As load_transposed, but word t has two neighbouring values, 2 (lane % 4) and the next, of line lane / 4 of tile t.
 __device__ inline uint4 load_lines(const void* line) {
   uint4 tiles = {};
@@ -99,6 +107,31 @@ __device__ inline void multiply(float (&sums)[4], uint2 low, uint2 high, unsigne
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(low.x), "r"(high.x), "r"(low.y), "r"(high.y), "r"(b0), "r"(b1));
   }
+}
+
+// A finite float32 in two parts that tensor cores take (TF32, 11 significant bits): their sum has 22. Of infinity, and of
+// what rounds to it, one part is NaN or infinite.
+struct Tf32Parts {
+  unsigned high, low;
+
+  __device__ explicit Tf32Parts(unsigned word) : high(rounded(word)) {
+    low = rounded(__float_as_uint(__uint_as_float(word) - __uint_as_float(high)));
+  }
+
+ private:
+  static __device__ unsigned rounded(unsigned word) {
+    unsigned result = 0;
+    FUSEOPT_SM80_ASM("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(__uint_as_float(word)));
+    return result;
+  }
+};
+
+// sums += 16 lines x 8 columns, over 8 values of k. Lines as in `multiply`.
+__device__ inline void multiply_tf32(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  FUSEOPT_SM80_ASM("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 }  // namespace fuseopt

@@ -5,8 +5,10 @@
 // key, with 8 dimensions per lane, and runs the online softmax over its own places. The groups of a warp merge their
 // results by shuffles. The warps of all blocks store theirs in the shared memory of the first block, which merges them
 // in a fixed order. The blocks form one cluster, so neither global memory nor counters are needed.
-#include "cuda/decode/attention/mma.cuh"
-#include "cuda/common/vector.cuh"
+#include "cuda/common/dependent_launch.cuh"
+#include "cuda/common/partial_softmax.cuh"
+#include "cuda/decode/attention/head_rotation.cuh"
+#include "cuda/decode/attention/on_tensor_cores.h"
 
 namespace fuseopt::decode_attention {
 
@@ -15,61 +17,18 @@ namespace {
 // TUNED: measurement not recorded (c8f4b08); `fuseopt bench kernels --model gpt2` measures it again.
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kLaneDims = 8;
 constexpr int kUnroll = 4;  // keys in flight per group
 constexpr int kMaxSplits = 8;
 constexpr int kPlacesPerSplit = 64;
 constexpr int kMaxHeadDim = kWarpSize * kLaneDims;
+// Longer caches are read by the kernel for grouped queries, which splits them further.
+constexpr int64_t kMaxMmaCapacity = 4096;
 
 struct SplitAttention {
   DecodeAttention attention;
   unsigned splits;  // blocks per (row, head)
   bool aligned;
-};
-
-template <typename T>
-using AccFor = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-__device__ inline int64_t integer_at(const DecodeAttention::Integers& integers, int64_t index) {
-  if (integers.data == nullptr) return 0;
-  // Bypasses the L1 cache: it may be read both before and after the previous kernel has written it.
-  const int64_t i = index * integers.stride;
-  return integers.bytes == 4 ? __ldcg(static_cast<const int*>(integers.data) + i)
-                             : __ldcg(static_cast<const long long*>(integers.data) + i);
-}
-
-// A lane's 8 dimensions of one head's vector; zeros after its end.
-template <typename T>
-struct alignas(16) LaneVector {
-  T values[kLaneDims];
-
-  __device__ void load(const T* vector, int dim, int head_dim, bool aligned) {
-    *this = {};
-    if (aligned) {
-      if (dim < head_dim) *this = *reinterpret_cast<const LaneVector*>(vector + dim);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kLaneDims; ++i) {
-        if (dim + i < head_dim) values[i] = vector[dim + i];
-      }
-    }
-  }
-
-  __device__ void store(T* vector, int dim, int head_dim, bool aligned) const {
-    if (aligned) {
-      if (dim < head_dim) *reinterpret_cast<LaneVector*>(vector + dim) = *this;
-    } else {
-#pragma unroll
-      for (int i = 0; i < kLaneDims; ++i) {
-        if (dim + i < head_dim) vector[dim + i] = values[i];
-      }
-    }
-  }
-
-  __device__ AccFor<T> operator[](int i) const {
-    if constexpr (std::is_same_v<T, double>) return values[i];
-    else return reinterpret_cast<const Vector<T, kLaneDims>&>(*this)[i];
-  }
+  bool rotates;  // queries and keys are normalised or rotated
 };
 
 // Places [first, last) of a row's cache are one block's share of [start, end).
@@ -79,7 +38,8 @@ struct Places {
   __device__ Places(const SplitAttention& split, int item, int rank) {
     const DecodeAttention& attention = split.attention;
     const int64_t length = integer_at(attention.lengths, item) + (attention.key.data != nullptr ? 1 : 0);
-    const int64_t begin = integer_at(attention.starts, item);
+    int64_t begin = integer_at(attention.starts, item);
+    if (attention.window > 0) begin = max(begin, length - attention.window);
     end = static_cast<int>(max(min(length, attention.capacity), int64_t(0)));
     const int start = static_cast<int>(min(max(begin, int64_t(0)), int64_t(end)));
     const int each = static_cast<int>(static_cast<unsigned>(end - start + split.splits - 1) / split.splits);
@@ -113,14 +73,15 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
   const int rank = static_cast<int>(blockIdx.x % split.splits);
   const unsigned heads = static_cast<unsigned>(attention.heads), row = blockIdx.x / split.splits / heads;
   const unsigned head = blockIdx.x / split.splits % heads;
-  const int item = static_cast<int>(row / static_cast<unsigned>(attention.queries_per_kv));
+  const unsigned group = static_cast<unsigned>(attention.group), kv_head = head / group;
+  const int item = static_cast<int>(row * group / static_cast<unsigned>(attention.queries_per_kv));
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int dim = lane % kGroup * kLaneDims;
-  const int64_t cache = (item * attention.heads + head) * attention.capacity * head_dim;
+  const int64_t cache = (item * attention.kv_heads + kv_head) * attention.capacity * head_dim;
   T* const keys = static_cast<T*>(attention.key_cache) + cache;
   T* const values = static_cast<T*>(attention.value_cache) + cache;
 
-  // The largest score, the sum and the values of each warp of each block.
+  // The largest score, the sum and the values of each warp of each block; then each lane's part of a rotation.
   extern __shared__ __align__(16) char shared[];
   Acc* const partials = reinterpret_cast<Acc*>(shared);
 
@@ -135,23 +96,31 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
       asm volatile("prefetch.global.L2 [%0];" ::"l"(values + i));
     }
   }
+  const LaneRotation<Acc> rotation(attention.rotation, row, dim, head_dim);
   wait_for_predecessor();
 
-  const auto vector_of = [&](const DecodeAttention::Heads& heads) {
-    return static_cast<const T*>(heads.data) + row * heads.row_stride + head * heads.head_stride;
+  const auto vector_of = [&](const DecodeAttention::Heads& heads, unsigned of_head) {
+    return static_cast<const T*>(heads.data) + row * heads.row_stride + of_head * heads.head_stride;
   };
   LaneVector<T> query;
-  query.load(vector_of(attention.query), dim, head_dim, split.aligned);
+  query.load(vector_of(attention.query, head), dim, head_dim, split.aligned);
   const Places places(split, item, rank);
   // The place of the new key, which is the last one, or -1.
   const int written =
       attention.key.data != nullptr && integer_at(attention.lengths, item) < attention.capacity ? places.end - 1 : -1;
-  const T* const new_key = attention.key.data != nullptr ? vector_of(attention.key) : nullptr;
-  const T* const new_value = attention.key.data != nullptr ? vector_of(attention.value) : nullptr;
-  if (written >= 0 && rank == 0 && threadIdx.x < kGroup) {
+  const T* const new_key = attention.key.data != nullptr ? vector_of(attention.key, kv_head) : nullptr;
+  const T* const new_value = attention.key.data != nullptr ? vector_of(attention.value, kv_head) : nullptr;
+  LaneVector<T> token_key = {};
+  if (new_key != nullptr) token_key.load(new_key, dim, head_dim, split.aligned);
+  if (split.rotates) {
+    Acc* const scratch = partials + split.splits * kWarps * (2 + head_dim) +
+                         (threadIdx.x - lane % kGroup) * LaneRotation<Acc>::kScratch;
+    query.template rotate<kGroup>(rotation, HeadPart::kQuery, scratch);
+    token_key.template rotate<kGroup>(rotation, HeadPart::kKey, scratch);
+  }
+  if (written >= 0 && rank == 0 && head % group == 0 && threadIdx.x < kGroup) {
+    token_key.store(keys + int64_t(written) * head_dim, dim, head_dim, split.aligned);
     LaneVector<T> vector;
-    vector.load(new_key, dim, head_dim, split.aligned);
-    vector.store(keys + int64_t(written) * head_dim, dim, head_dim, split.aligned);
     vector.load(new_value, dim, head_dim, split.aligned);
     vector.store(values + int64_t(written) * head_dim, dim, head_dim, split.aligned);
   }
@@ -163,9 +132,10 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
       const auto source = static_cast<unsigned>(attention.ancestry[row * attention.capacity + place]);
       rows = int64_t(min(source, static_cast<unsigned>(attention.rows - 1))) - row;
     }
-    return (rows * attention.heads * attention.capacity + place) * head_dim;
+    return (rows * attention.kv_heads * attention.capacity + place) * head_dim;
   };
   const Acc scale = static_cast<Acc>(attention.scale * 1.4426950408889634);
+  const Acc cap = static_cast<Acc>(attention.softcap * 1.4426950408889634);  // 0: none
   Partial<Acc> partial;
   constexpr int kStep = kWarps * kGroups;
   for (int base = places.first + warp * kGroups + lane / kGroup; base - lane / kGroup < places.last;
@@ -179,7 +149,8 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
       attended[u] = place < places.last;
       const int bounded_dim = attended[u] ? dim : head_dim;
       const int64_t offset = attended[u] && place != written ? offset_of(place) : 0;
-      key[u].load(place == written ? new_key : keys + offset, bounded_dim, head_dim, split.aligned);
+      key[u].load(keys + offset, place == written ? head_dim : bounded_dim, head_dim, split.aligned);
+      if (place == written) key[u] = token_key;
       value[u].load(place == written ? new_value : values + offset, bounded_dim, head_dim, split.aligned);
     }
 #pragma unroll
@@ -202,7 +173,9 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
       for (int distance = kGroup / 2; distance > 0; distance /= 2) {
         product += __shfl_xor_sync(kFullWarp, product, distance);
       }
-      scores[u] = attended[u] ? product * scale + scores[u] : Acc(-INFINITY);
+      product *= scale;
+      if (cap > 0) product = cap * tanh(product / cap);
+      scores[u] = attended[u] ? product + scores[u] : Acc(-INFINITY);
     }
     Acc largest = scores[0];
 #pragma unroll
@@ -279,9 +252,34 @@ unsigned splits_for(const DecodeAttention& attention) {
   return splits;
 }
 
+// Whether there is one query per head of keys, as it is, of a size that mma.cuh has, and no long cache.
+bool suits_mma(const DecodeAttention& attention) {
+  return attention.group == 1 && !attention.has_rotation() && attention.window == 0 && attention.softcap == 0 &&
+         (attention.head_dim == 64 || attention.head_dim == 128) && attention.capacity <= kMaxMmaCapacity;
+}
+
+// False if no kernel of the tensor cores takes it.
+template <typename T>
+bool launch_on_tensor_cores(const DecodeAttention& attention, cudaStream_t stream, cudaError_t& error) {
+  if (suits_mma(attention) && launch_decode_attention_mma<T>(attention, stream, error)) return true;
+  return launch_decode_attention_grouped<T>(attention, stream, error);
+}
+
+template <typename T, int kGroup>
+cudaError_t launch_plain(const SplitAttention& split, cudaStream_t stream) {
+  using Acc = AccFor<T>;
+  const DecodeAttention& attention = split.attention;
+  const size_t parts = split.splits * kWarps * (2 + attention.head_dim);
+  const size_t scratch = split.rotates ? kThreads * LaneRotation<Acc>::kScratch : 0;
+  const LaunchShape shape{static_cast<unsigned>(attention.rows * attention.heads) * split.splits, kThreads,
+                          (parts + scratch) * sizeof(Acc), split.splits};
+  return launch_dependent(decode_attention_kernel<T, kGroup>, split, shape, attention.pdl, stream);
+}
+
 template <typename T>
 cudaError_t launch_as(const DecodeAttention& attention, cudaStream_t stream) {
-  SplitAttention split{attention, splits_for(attention), attention.head_dim % kLaneDims == 0};
+  SplitAttention split{attention, splits_for(attention), attention.head_dim % kLaneDims == 0,
+                       attention.has_rotation()};
   for (const void* data : {attention.query.data, attention.key.data, attention.value.data,
                            static_cast<const void*>(attention.key_cache),
                            static_cast<const void*>(attention.value_cache)}) {
@@ -293,22 +291,23 @@ cudaError_t launch_as(const DecodeAttention& attention, cudaStream_t stream) {
   }
   if constexpr (sizeof(T) == 2) {
     cudaError_t error = cudaSuccess;
-    if (split.aligned && launch_decode_attention_mma<T>(attention, stream, error)) return error;
+    if (split.aligned && launch_on_tensor_cores<T>(attention, stream, error)) return error;
   }
-  const LaunchShape shape{static_cast<unsigned>(attention.rows * attention.heads) * split.splits, kThreads,
-                          split.splits * kWarps * (2 + attention.head_dim) * sizeof(AccFor<T>),
-                          split.splits};
-  const auto launch = [&](auto kernel) { return launch_dependent(kernel, split, shape, attention.pdl, stream); };
   if constexpr (!std::is_same_v<T, double>) {  // double is for comparison only and need not be fast
-    if (attention.head_dim <= 4 * kLaneDims) return launch(decode_attention_kernel<T, 4>);
-    if (attention.head_dim <= 8 * kLaneDims) return launch(decode_attention_kernel<T, 8>);
-    if (attention.head_dim <= 16 * kLaneDims) return launch(decode_attention_kernel<T, 16>);
+    if (attention.head_dim <= 8 * kLaneDims) return launch_plain<T, 8>(split, stream);
+    if (attention.head_dim <= 16 * kLaneDims) return launch_plain<T, 16>(split, stream);
   }
-  if (attention.head_dim <= kMaxHeadDim) return launch(decode_attention_kernel<T, 32>);
+  if (attention.head_dim <= kMaxHeadDim) return launch_plain<T, 32>(split, stream);
   return cudaErrorInvalidValue;
 }
 
 }  // namespace
+
+extern "C" int64_t fuseopt_decode_attention_workspace(const DecodeAttention& attention) {
+  if (suits_mma(attention) || attention.rows * attention.heads * attention.head_dim == 0) return 0;
+  if (attention.dtype == kFloat16) return grouped_workspace<__half>(attention);
+  return attention.dtype == kBFloat16 ? grouped_workspace<__nv_bfloat16>(attention) : 0;
+}
 
 extern "C" cudaError_t fuseopt_decode_attention(DecodeAttention attention, cudaStream_t stream) {
   if (attention.rows == 0 || attention.heads == 0 || attention.head_dim == 0) return cudaSuccess;

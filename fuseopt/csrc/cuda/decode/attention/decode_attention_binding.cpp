@@ -9,35 +9,58 @@ DecodeAttention::Heads heads_of(const Tensor& tensor) {
   return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1)};
 }
 
-struct NewToken {
+// What only decode_attention_ has.
+struct Update {
   Tensor key, value;
+  std::optional<Tensor> ancestry;
+  RotationArguments rotation;
+  int64_t window;
+  double softcap;
 };
 
-Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>& token, const Tensor& key_cache,
+// The guard keeps copies.
+void add_update(const char* op, const Update& update, const Tensor& key_cache, const Tensor& value_cache,
+                PdlGuard& guard, DecodeAttention& attention) {
+  const int64_t sizes[] = {attention.rows, attention.kv_heads, attention.head_dim};
+  for (const Tensor& vectors : {update.key, update.value}) {
+    const auto own = vectors.sizes();
+    FUSEOPT_CHECK(std::equal(own.begin(), own.end(), std::begin(sizes), std::end(sizes)), "fuseopt::", op,
+                  ": key and value must be [rows, kv_heads, head_dim] of query and key_cache");
+  }
+  FUSEOPT_CHECK(key_cache.size(0) == attention.rows, "fuseopt::", op, ": the caches must have a row for each of the ",
+                attention.rows, " rows");
+  FUSEOPT_CHECK(key_cache.is_contiguous() && value_cache.is_contiguous(), "fuseopt::", op,
+                ": the caches must be contiguous, as they are written to");
+  attention.key = heads_of(guard.with_unit_stride(update.key));
+  attention.value = heads_of(guard.with_unit_stride(update.value));
+  const auto ancestry = guard.contiguous(update.ancestry);
+  FUSEOPT_CHECK(!ancestry.has_value() || ancestry->numel() == attention.rows * attention.capacity, "fuseopt::", op,
+                ": ancestry must be [", attention.rows, ", ", attention.capacity, "]");
+  attention.ancestry = static_cast<const int*>(data_of(ancestry));
+  attention.rotation = rotation_of(op, update.rotation, attention.head_dim, attention.rows, guard);
+  attention.window = update.window;
+  attention.softcap = update.softcap;
+}
+
+Tensor attend(const char* op, const Tensor& query, const std::optional<Update>& update, const Tensor& key_cache,
               const Tensor& value_cache, const Tensor& lengths, const std::optional<Tensor>& starts,
-              const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
-              const std::optional<Tensor>& ancestry, double scale, bool pdl) {
+              const std::optional<Tensor>& mask, const std::optional<Tensor>& bias, double scale, bool pdl) {
   constexpr int64_t kMaxHeadDim = 256;
   FUSEOPT_CHECK(query.dim() == 3 && key_cache.dim() == 4 && value_cache.dim() == 4, "fuseopt::", op,
-                ": query must be [rows, heads, head_dim], the caches [batch, heads, capacity, head_dim]");
+                ": query must be [rows, heads, head_dim], the caches [batch, kv_heads, capacity, head_dim]");
   FUSEOPT_CHECK(query.size(2) <= kMaxHeadDim, "fuseopt::", op, ": head_dim must be ", kMaxHeadDim, " at most, not ",
                 query.size(2));
   const int64_t rows = query.size(0), batch = key_cache.size(0);
   FUSEOPT_CHECK(rows == 0 || (batch > 0 && rows % batch == 0), "fuseopt::", op, ": ", rows,
                 " rows cannot be divided among ", batch, " rows of the cache");
-  const int64_t heads = query.size(1), capacity = key_cache.size(2);
-  FUSEOPT_CHECK(key_cache.size(1) == heads && key_cache.size(3) == query.size(2), "fuseopt::", op,
-                ": key_cache must have the heads and head_dim of query");
+  const int64_t heads = query.size(1), kv_heads = key_cache.size(1), capacity = key_cache.size(2);
+  FUSEOPT_CHECK((heads == 0 || (kv_heads > 0 && heads % kv_heads == 0)) && key_cache.size(3) == query.size(2),
+                "fuseopt::", op, ": key_cache must have query's head_dim, and a divisor of its ", heads, " heads");
   check_same(op, "value_cache", value_cache, key_cache);
   FUSEOPT_CHECK(!mask.has_value() || mask->numel() == batch * capacity, "fuseopt::", op, ": mask must be [", batch, ", ",
                 capacity, "]");
   FUSEOPT_CHECK(!bias.has_value() || (bias->dim() == 2 && bias->size(0) == heads && bias->size(1) > 0), "fuseopt::", op,
                 ": bias must be [", heads, ", distances]");
-  if (token.has_value()) {
-    check_same(op, "key", token->key, query);
-    check_same(op, "value", token->value, query);
-    FUSEOPT_CHECK(rows == batch, "fuseopt::", op, ": the caches must have a row for each of the ", rows, " rows");
-  }
   const Launch launch(op, query);
   PdlGuard guard(pdl);
   const Tensor q = guard.with_unit_stride(query);
@@ -47,37 +70,31 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>
   attention.query = heads_of(q);
   attention.rows = rows;
   attention.heads = heads;
+  attention.kv_heads = kv_heads;
   attention.head_dim = query.size(2);
   attention.capacity = capacity;
-  attention.queries_per_kv = rows == 0 ? 1 : rows / batch;
+  attention.group = heads == 0 ? 1 : heads / kv_heads;
+  attention.queries_per_kv = (rows == 0 ? 1 : rows / batch) * attention.group;
   attention.lengths = integers_of(op, "lengths", lengths, batch);
   attention.starts = integers_of(op, "starts", starts, batch);
   const Tensor keys = guard.contiguous(key_cache), values = guard.contiguous(value_cache);
   attention.key_cache = keys.data_ptr();
   attention.value_cache = values.data_ptr();
-  std::optional<NewToken> readable;
-  if (token.has_value()) {
-    FUSEOPT_CHECK(key_cache.is_contiguous() && value_cache.is_contiguous(), "fuseopt::", op,
-                  ": the caches must be contiguous, as they are written to");
-    readable = NewToken{guard.with_unit_stride(token->key), guard.with_unit_stride(token->value)};
-    attention.key = heads_of(readable->key);
-    attention.value = heads_of(readable->value);
-  }
+  if (update.has_value()) add_update(op, *update, key_cache, value_cache, guard, attention);
   const auto places = guard.contiguous(mask);
   attention.mask = static_cast<const bool*>(data_of(places));
   const auto distances = guard.contiguous(bias);
   attention.bias = pointer(op, distances);
   attention.bias_columns = distances.has_value() ? distances->size(1) : 0;
-  const auto sources = guard.contiguous(ancestry);
-  if (sources.has_value()) {
-    FUSEOPT_CHECK(sources->numel() == rows * attention.capacity, "fuseopt::", op, ": ancestry must be [", rows, ", ",
-                  attention.capacity, "]");
-  }
-  attention.ancestry = static_cast<const int*>(data_of(sources));
   attention.scale = scale;
   attention.pdl = guard.allowed();
   Tensor output = allocate(q, {rows, attention.heads * attention.head_dim}, dtype_of(query));
   attention.output = output.data_ptr();
+  std::optional<Tensor> workspace;
+  if (const int64_t floats = fuseopt_decode_attention_workspace(attention); floats > 0) {
+    workspace = allocate(q, {floats}, ScalarType::Float);
+    attention.workspace = static_cast<float*>(workspace->data_ptr());
+  }
   launch.check(fuseopt_decode_attention(attention, launch.stream()));
   return output;
 }
@@ -85,15 +102,19 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>
 Tensor decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor lengths,
                         std::optional<Tensor> starts, std::optional<Tensor> mask, std::optional<Tensor> bias,
                         double scale, bool pdl) {
-  return attend("decode_attention", query, std::nullopt, key_cache, value_cache, lengths, starts, mask, bias,
-                std::nullopt, scale, pdl);
+  return attend("decode_attention", query, std::nullopt, key_cache, value_cache, lengths, starts, mask, bias, scale,
+                pdl);
 }
 
 Tensor decode_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache,
                          Tensor positions, std::optional<Tensor> starts, std::optional<Tensor> mask,
-                         std::optional<Tensor> bias, std::optional<Tensor> ancestry, double scale, bool pdl) {
-  return attend("decode_attention_", query, NewToken{key, value}, key_cache, value_cache, positions, starts, mask, bias,
-                ancestry, scale, pdl);
+                         std::optional<Tensor> bias, std::optional<Tensor> ancestry, double scale,
+                         std::optional<Tensor> rotary, std::optional<Tensor> row_positions, bool interleaved,
+                         std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, double norm_eps,
+                         double norm_offset, int64_t window, double softcap, bool pdl) {
+  const RotationArguments rotation{rotary, row_positions, interleaved, q_norm, k_norm, norm_eps, norm_offset};
+  const Update update{key, value, ancestry, rotation, window, softcap};
+  return attend("decode_attention_", query, update, key_cache, value_cache, positions, starts, mask, bias, scale, pdl);
 }
 
 }  // namespace

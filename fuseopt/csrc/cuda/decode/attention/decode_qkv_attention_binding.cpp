@@ -30,10 +30,10 @@ Call call_of(const Tensor& input, const Tensor& weight, const std::optional<Tens
   attention.key_cache = key_cache.data_ptr();
   attention.value_cache = value_cache.data_ptr();
   attention.rows = call.linear.layer.rows;
-  attention.heads = key_cache.size(1);
+  attention.heads = attention.kv_heads = key_cache.size(1);
   attention.head_dim = key_cache.size(3);
   attention.capacity = key_cache.size(2);
-  attention.queries_per_kv = 1;
+  attention.queries_per_kv = attention.group = 1;
   attention.lengths = integers_of(kOp, "positions", positions, call.linear.layer.rows);
   attention.mask = static_cast<const bool*>(data_of(call.mask));
   attention.scale = scale;

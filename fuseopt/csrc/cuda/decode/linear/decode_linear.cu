@@ -13,25 +13,29 @@ constexpr int kPiece = 1024;  // values of k in shared memory at a time
 template <typename W>
 using AccFor = std::conditional_t<std::is_same_v<W, double>, double, float>;
 
+__host__ __device__ inline int strip_count(int64_t width) {
+  return static_cast<int>((width + kTileColumns - 1) / kTileColumns);
+}
+
 // The kTileColumns outputs from `column` on of weight `weight` (and of the gate beside it), which a block computes.
 struct Strip {
-  int weight;
+  int weight = 0;
+  int64_t first = 0;  // output of the weight
   int column;
 
-  __device__ Strip(const DecodeLinear& layer, unsigned index) {
-    const unsigned strips = (static_cast<unsigned>(layer.out_features) + kTileColumns - 1) / kTileColumns;
-    weight = static_cast<int>(index / strips);
-    column = static_cast<int>(index % strips) * kTileColumns;
+  __device__ Strip(const DecodeLinear& layer, int index) {
+    for (; index >= strip_count(layer.widths[weight]); ++weight) {
+      index -= strip_count(layer.widths[weight]);
+      first += layer.widths[weight];
+    }
+    column = index * kTileColumns;
   }
 };
-
-inline unsigned strip_count(const DecodeLinear& layer) {
-  return static_cast<unsigned>(ceil_div(layer.out_features, kTileColumns) * (layer.gated ? 1 : layer.weight_count));
-}
 
 struct PlainLayer {
   DecodeLinear layer;
   int64_t first_row;  // of the rows that this launch takes
+  int64_t output_columns;
   bool weights_aligned;
 };
 
@@ -81,7 +85,7 @@ __global__ void __launch_bounds__(kThreads) decode_linear_plain_kernel(const __g
   const int64_t rows = layer.rows - plain.first_row < kRows ? layer.rows - plain.first_row : kRows;
   const Strip strip(layer, blockIdx.x);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int64_t stride = layer.weight_stride;
+  const int64_t stride = layer.weight_stride, width = layer.widths[strip.weight];
 
   __shared__ Acc input[kRows][kPiece];
   __shared__ Acc shift[kRows], rstd[kRows];
@@ -91,7 +95,7 @@ __global__ void __launch_bounds__(kThreads) decode_linear_plain_kernel(const __g
   constexpr int kLine = 128 / sizeof(W);
   for (int g = 0; g < (layer.gated ? 2 : 1); ++g) {
     const W* const weight = static_cast<const W*>(layer.weights[layer.gated ? g : strip.weight]);
-    const int64_t outer = layer.weights_are_transposed ? layer.in_features : min(layer.out_features - strip.column, int64_t(kTileColumns));
+    const int64_t outer = layer.weights_are_transposed ? layer.in_features : min(width - strip.column, int64_t(kTileColumns));
     const int64_t lines = layer.weights_are_transposed ? 1 : (layer.in_features + kLine - 1) / kLine;
     for (int64_t i = threadIdx.x; i < outer * lines; i += kThreads) {
       const int64_t element = layer.weights_are_transposed ? i * stride + strip.column
@@ -121,8 +125,10 @@ __global__ void __launch_bounds__(kThreads) decode_linear_plain_kernel(const __g
           x = load_as<Acc>(layer.input, (plain.first_row + row) * layer.in_features + begin + k);
           if (layer.norm != kNoNorm) {
             x = (x - shift[row]) * rstd[row];
-            if (layer.norm == kT5RmsNorm) x = round_to(kDType<W>, x);
-            if (layer.norm_weight.data != nullptr) x *= load_as<Acc>(layer.norm_weight, begin + k);
+            if (layer.norm == kRmsNorm) x = round_to(kDType<W>, x);
+            if (layer.norm_weight.data != nullptr) {
+              x *= load_as<Acc>(layer.norm_weight, begin + k) + (layer.norm == kGemmaRmsNorm ? 1 : 0);
+            }
             if (layer.norm_bias.data != nullptr) x += load_as<Acc>(layer.norm_bias, begin + k);
           }
           x = round_to(kDType<W>, x);
@@ -135,14 +141,14 @@ __global__ void __launch_bounds__(kThreads) decode_linear_plain_kernel(const __g
         const int64_t column = strip.column + threadIdx.x % kGroups * kWidth;
 #pragma unroll 4
         for (int k = threadIdx.x / kGroups; k < piece; k += kThreads / kGroups) {
-          load_weights(weight, (begin + k) * stride + column, layer.out_features - column, plain.weights_aligned, w);
+          load_weights(weight, (begin + k) * stride + column, width - column, plain.weights_aligned, w);
 #pragma unroll
           for (int r = 0; r < kRows; ++r) {
 #pragma unroll
             for (int j = 0; j < kWidth; ++j) sums[r][j] += input[r][k] * w[j];
           }
         }
-      } else if (strip.column + warp < layer.out_features) {
+      } else if (strip.column + warp < width) {
 #pragma unroll 4
         for (int k = lane * kWidth; k < piece; k += kWarpSize * kWidth) {
           load_weights(weight, (strip.column + warp) * stride + begin + k, piece - k, plain.weights_aligned, w);
@@ -177,16 +183,14 @@ __global__ void __launch_bounds__(kThreads) decode_linear_plain_kernel(const __g
     for (int g = 0; g < (layer.gated ? 2 : 1); ++g) {
       for (int w = 0; w < kWarps; ++w) products[g] += parts[g][w][row][column];
     }
-    if (strip.column + column >= layer.out_features) continue;
+    if (strip.column + column >= width) continue;
     const auto biased = [&](int g, int weight) {
       if (layer.biases[0].data == nullptr) return products[g];
       return products[g] + load_as<Acc>(layer.biases[weight], strip.column + column);
     };
     Acc value = activate(layer.activation, biased(0, strip.weight));
     if (layer.gated) value *= biased(1, 1);
-    const int64_t output_columns = layer.out_features * (layer.gated ? 1 : layer.weight_count);
-    const int64_t element =
-        (plain.first_row + row) * output_columns + strip.weight * layer.out_features + strip.column + column;
+    const int64_t element = (plain.first_row + row) * plain.output_columns + strip.first + strip.column + column;
     if (layer.output.dtype == kFloat64) {  // the weight's, or the residual's alone
       const double added = layer.residual.data == nullptr ? 0 : load_as<double>(layer.residual, element);
       store_as<double>(layer.output, element, value + added);
@@ -200,9 +204,11 @@ __global__ void __launch_bounds__(kThreads) decode_linear_plain_kernel(const __g
 template <typename W>
 cudaError_t launch_as(const DecodeLinear& layer, cudaStream_t stream) {
   constexpr int kMostRows = 8 / (sizeof(AccFor<W>) / sizeof(float));  // 32 KB of shared memory
-  PlainLayer plain{layer, 0, layer.weight_stride * sizeof(W) % kAccessBytes == 0};
+  PlainLayer plain{layer, 0, output_columns(layer), layer.weight_stride * sizeof(W) % kAccessBytes == 0};
   for (int i = 0; i < layer.weight_count; ++i) plain.weights_aligned &= is_aligned(layer.weights[i]);
-  const LaunchShape shape{strip_count(layer), kThreads, 0, 1};
+  unsigned strips = 0;
+  for (int i = 0; i < (layer.gated ? 1 : layer.weight_count); ++i) strips += strip_count(layer.widths[i]);
+  const LaunchShape shape{strips, kThreads, 0, 1};
   cudaError_t error = cudaSuccess;
   for (; plain.first_row < layer.rows && error == cudaSuccess; plain.first_row += kMostRows) {
     // Launches for further rows share no data with the first, but write beside it: only that one overlaps.
@@ -213,26 +219,30 @@ cudaError_t launch_as(const DecodeLinear& layer, cudaStream_t stream) {
   return error;
 }
 
-// On the tensor cores, where the arguments suit them.
+// By the kernels for T, where the arguments suit them.
 template <typename T>
-bool launch_16_bit(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error) {
-  return launch_decode_linear_few_rows<T>(layer, stream, error) || launch_decode_linear_tiles<T>(layer, stream, error) ||
-         launch_decode_linear_many_rows<T>(layer, stream, error);
+bool launch_fast(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error) {
+  if (launch_decode_linear_few_rows<T>(layer, stream, error) || launch_decode_linear_tiles<T>(layer, stream, error)) return true;
+  if constexpr (sizeof(T) == sizeof(uint16_t)) return launch_decode_linear_many_rows<T>(layer, stream, error);
+  else return false;
 }
 
 }  // namespace
 
 extern "C" int64_t fuseopt_decode_linear_parts(DecodeLinear layer) {
+  if (layer.weight_dtype == kFloat32) return decode_linear_parts<float>(layer);
   if (layer.weight_dtype == kFloat16) return decode_linear_parts<__half>(layer);
   return layer.weight_dtype == kBFloat16 ? decode_linear_parts<__nv_bfloat16>(layer) : 0;
 }
 
 extern "C" bool fuseopt_emits_partials(DecodeLinear layer) {
+  if (layer.weight_dtype == kFloat32) return emits_partials<float>(layer);
   if (layer.weight_dtype == kFloat16) return emits_partials<__half>(layer);
   return layer.weight_dtype == kBFloat16 && emits_partials<__nv_bfloat16>(layer);
 }
 
 extern "C" bool fuseopt_accepts_partials(DecodeLinear layer) {
+  if (layer.weight_dtype == kFloat32) return accepts_partials<float>(layer);
   if (layer.weight_dtype == kFloat16) return accepts_partials<__half>(layer);
   return layer.weight_dtype == kBFloat16 && accepts_partials<__nv_bfloat16>(layer);
 }
@@ -240,8 +250,9 @@ extern "C" bool fuseopt_accepts_partials(DecodeLinear layer) {
 extern "C" cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t stream) {
   if (layer.rows == 0 || layer.out_features == 0) return cudaSuccess;
   cudaError_t error = cudaSuccess;
-  if (layer.weight_dtype == kFloat16 && launch_16_bit<__half>(layer, stream, error)) return error;
-  if (layer.weight_dtype == kBFloat16 && launch_16_bit<__nv_bfloat16>(layer, stream, error)) return error;
+  if (layer.weight_dtype == kFloat16 && launch_fast<__half>(layer, stream, error)) return error;
+  if (layer.weight_dtype == kBFloat16 && launch_fast<__nv_bfloat16>(layer, stream, error)) return error;
+  if (layer.weight_dtype == kFloat32 && launch_fast<float>(layer, stream, error)) return error;
   switch (static_cast<DType>(layer.weight_dtype)) {
     case kFloat16: return launch_as<__half>(layer, stream);
     case kBFloat16: return launch_as<__nv_bfloat16>(layer, stream);

@@ -8,7 +8,7 @@ namespace fuseopt {
 
 constexpr int kTileColumns = 8;  // output columns of one tile: the width of a 16-byte access to a 16-bit Conv1D weight
 
-// The kernels for weights of a 16-bit type T; false where they cannot take the arguments.
+// The kernels for weights of a 16-bit type or float32, T; false where they cannot take the arguments.
 template <typename T>
 bool launch_decode_linear_few_rows(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
 template <typename T>
@@ -34,6 +34,17 @@ extern template bool launch_decode_linear_many_rows<__half>(const DecodeLinear&,
 extern template bool launch_decode_linear_many_rows<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 extern template bool launch_decode_linear_tiles<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 extern template bool launch_decode_linear_tiles<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
+extern template bool launch_decode_linear_tiles<float>(const DecodeLinear&, cudaStream_t, cudaError_t&);
+
+// float32 has a kernel of its own for few rows (fma.cuh).
+template <>
+bool launch_decode_linear_few_rows<float>(const DecodeLinear&, cudaStream_t, cudaError_t&);
+template <>
+int64_t decode_linear_parts<float>(const DecodeLinear&);
+template <>
+bool emits_partials<float>(const DecodeLinear&);
+template <>
+bool accepts_partials<float>(const DecodeLinear&);
 
 // Acc is float or double.
 template <typename Acc>
@@ -44,7 +55,7 @@ __device__ inline Acc activate(int activation, Acc x) {
     case kRelu: return x > 0 || isnan(x) ? x : 0;
     case kGelu: return Acc(0.5) * x * (1 + erf(x * kRootHalf));
     case kGeluTanh: return Acc(0.5) * x * (1 + tanh(kRootTwoOverPi * (x + Acc(0.044715) * x * x * x)));
-    case kSilu: break;  // no layer has it
+    case kSilu: return x / (1 + exp(-x));
   }
   __trap();
   return x;

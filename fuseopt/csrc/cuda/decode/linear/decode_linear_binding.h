@@ -7,13 +7,15 @@ namespace fuseopt {
 
 inline int norm_code(const char* op, const std::string& name) {
   if (name == "") return kNoNorm;
-  FUSEOPT_CHECK(name == "layer_norm" || name == "t5_rms_norm", "fuseopt::", op, ": unknown norm '", name, "'");
-  return name == "layer_norm" ? kLayerNorm : kT5RmsNorm;
+  if (name == "layer_norm") return kLayerNorm;
+  FUSEOPT_CHECK(name == "rms_norm" || name == "gemma_rms_norm", "fuseopt::", op, ": unknown norm '", name, "'");
+  return name == "rms_norm" ? kRmsNorm : kGemmaRmsNorm;
 }
 
 inline int activation_code(const char* op, const std::string& name) {
   if (name == "") return kIdentity;
   if (name == "relu") return kRelu;
+  if (name == "silu") return kSilu;
   FUSEOPT_CHECK(name == "gelu" || name == "gelu_tanh", "fuseopt::", op, ": unknown activation '", name, "'");
   return name == "gelu" ? kGelu : kGeluTanh;
 }
@@ -47,9 +49,8 @@ inline bool is_dense(const Tensor& matrix) {
 inline std::vector<Tensor> readable(const char* op, const std::vector<Tensor>& weights, PdlGuard& guard) {
   bool alike = layout_of(weights[0]).has_value();
   for (const Tensor& weight : weights) {
-    FUSEOPT_CHECK(weight.dim() == 2 && weight.size(0) == weights[0].size(0) && weight.size(1) == weights[0].size(1) &&
-                      dtype_of(weight) == dtype_of(weights[0]),
-                  "fuseopt::", op, ": weights must share one shape [N, K] and one dtype");
+    FUSEOPT_CHECK(weight.dim() == 2 && weight.size(1) == weights[0].size(1) && dtype_of(weight) == dtype_of(weights[0]),
+                  "fuseopt::", op, ": weights must be [N, K] of one K and one dtype");
     alike = alike && layout_of(weight) == layout_of(weights[0]) && stride_of(weight) == stride_of(weights[0]);
   }
   if (alike) return weights;
@@ -90,7 +91,8 @@ inline LinearCall linear_call(const char* op, PdlGuard& guard, const Tensor& inp
                 ": one to three weights, not ", weights.size());
   FUSEOPT_CHECK(biases.empty() || biases.size() == weights.size(), "fuseopt::", op, ": ", biases.size(),
                 " biases for ", weights.size(), " weights");
-  FUSEOPT_CHECK(!gated || weights.size() == 2, "fuseopt::", op, ": gated takes two weights");
+  FUSEOPT_CHECK(!gated || (weights.size() == 2 && weights[0].size(0) == weights[1].size(0)), "fuseopt::", op,
+                ": gated takes two weights of one shape");
   const Matrix shape = matrix_of(op, input);
   const std::vector<Tensor> read = readable(op, weights, guard);
   FUSEOPT_CHECK(read[0].size(1) == shape.columns, "fuseopt::", op, ": weight has ", read[0].size(1),
@@ -109,12 +111,13 @@ inline LinearCall linear_call(const char* op, PdlGuard& guard, const Tensor& inp
   layer.weight_dtype = dtype_code(op, weight_type);
   layer.weight_stride = stride_of(read[0]);
   layer.weights_are_transposed = layout_of(read[0]) == Layout::kColMajorKN;
-  layer.out_features = read[0].size(0);
   for (size_t i = 0; i < read.size(); ++i) {
     layer.weights[i] = read[i].data_ptr();
+    layer.widths[i] = read[i].size(0);
+    layer.out_features = std::max(layer.out_features, layer.widths[i]);
     if (biases.empty()) continue;
-    FUSEOPT_CHECK(biases[i].numel() == layer.out_features, "fuseopt::", op, ": bias has ", biases[i].numel(),
-                  " elements for ", layer.out_features, " outputs");
+    FUSEOPT_CHECK(biases[i].numel() == layer.widths[i], "fuseopt::", op, ": bias has ", biases[i].numel(),
+                  " elements for ", layer.widths[i], " outputs");
     layer.biases[i] = pointer(op, guard.contiguous(biases[i]));
   }
   layer.residual = pointer(op, added);
@@ -128,15 +131,14 @@ inline LinearCall linear_call(const char* op, PdlGuard& guard, const Tensor& inp
   FUSEOPT_CHECK(prefetch.size() <= DecodeLinear::kMaxWeights, "fuseopt::", op, ": at most three tensors to prefetch, not ",
                 prefetch.size());
   for (size_t i = 0; i < prefetch.size(); ++i) {
-    FUSEOPT_CHECK(prefetch[i].numel() == prefetch[0].numel() && dtype_of(prefetch[i]) == dtype_of(prefetch[0]), "fuseopt::", op,
-                  ": tensors to prefetch must have one size and dtype");
-    if (is_dense(prefetch[i])) layer.prefetch[i] = prefetch[i].data_ptr();
-    layer.prefetch_bytes = prefetch[0].numel() * element_size(dtype_of(prefetch[0])) / kPrefetchBytes * kPrefetchBytes;
+    if (!is_dense(prefetch[i])) continue;
+    layer.prefetch[i] = prefetch[i].data_ptr();
+    layer.prefetch_bytes[i] = prefetch[i].numel() * element_size(dtype_of(prefetch[i])) / kPrefetchBytes * kPrefetchBytes;
   }
 
   const auto sizes = x.sizes();
   std::vector<int64_t> output_sizes(sizes.begin(), sizes.end());
-  output_sizes.back() = layer.out_features * (gated ? 1 : layer.weight_count);
+  output_sizes.back() = output_columns(layer);
   Tensor output = allocate(x, output_sizes, promoted(weight_type, added));
   FUSEOPT_CHECK(!added.has_value() || added->numel() == output.numel(), "fuseopt::", op, ": residual has ",
                 added->numel(), " elements, the output ", output.numel());

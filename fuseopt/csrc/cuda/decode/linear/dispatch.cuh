@@ -45,7 +45,7 @@ cudaError_t launch_skinny_mma_as(const DecodeLinear& layer, cudaStream_t stream)
 }
 
 inline int64_t tiles_of(const DecodeLinear& layer) {
-  return ceil_div(layer.out_features, kTileColumns) * layer.weight_count;
+  return ceil_div(output_columns(layer), kTileColumns) * (layer.gated ? 2 : 1);
 }
 
 // Whether a layer with a norm has enough strips of 64 columns.
@@ -133,14 +133,14 @@ bool suits_mma(const DecodeLinear& layer, int64_t most_rows = 2 * kHalfRows) {
   }
   suits &= layer.output.dtype == kDType<T> || layer.output.dtype == kFloat32;
   suits &= layer.residual.data == nullptr || layer.residual.dtype == layer.output.dtype;
-  if (layer.gated) suits &= layer.norm != kNoNorm && !layer.weights_are_transposed;
+  suits &= !layer.weights_are_transposed || (has_one_width(layer) && !layer.gated);
   return suits && (!layer.weights_are_transposed || layer.out_features % kLaneValues == 0);
 }
 
 // Whether the kernels for more rows can take the layer: all their accesses are of 8 or 16 bytes.
 template <typename T>
 bool suits_many_rows(const DecodeLinear& layer) {
-  bool suits = is_sm90_or_newer() && suits_mma<T>(layer, INT32_MAX) && layer.out_features % kLaneValues == 0 &&
+  bool suits = is_sm90_or_newer() && suits_mma<T>(layer, INT32_MAX) && has_one_width(layer) && layer.out_features % kLaneValues == 0 &&
                layer.input.dtype == kDType<T> && layer.output.dtype == kDType<T> && is_aligned(layer.residual.data) &&
                layer.rows * std::max(layer.in_features, layer.out_features * layer.weight_count) <= INT32_MAX;
   for (const TypedPointer& bias : layer.biases) suits &= is_aligned(bias.data);
@@ -152,8 +152,14 @@ bool takes_mma(const DecodeLinear& layer) {
   return compute_capability_major() >= 8 && suits_mma<T>(layer);
 }
 
-// Whether the streaming kernel for weights [N, K] takes such a layer.
-inline bool takes_streamed_nk(const DecodeLinear& layer) { return !layer.weights_are_transposed && fits_streamed_nk(layer); }
+// Whether the streaming kernel for weights [N, K] takes such a layer: of gated pairs without a norm any, and of output
+// projections smaller ones, as skinny_mma's registers leave the next kernel's blocks no room.
+inline bool takes_streamed_nk(const DecodeLinear& layer) {
+  const bool is_output = layer.norm == kNoNorm && layer.rows <= kHalfRows &&
+                         weight_bytes(layer) >= tuning().decode_linear_output_held_bytes * multiprocessor_count();
+  const bool is_large = exceeds_registers(layer) || is_output || (layer.gated && layer.norm == kNoNorm);
+  return !layer.weights_are_transposed && is_large && StreamedNKPlan(layer).per_multiprocessor() > 0;
+}
 
 template <typename T>
 int64_t decode_linear_parts(const DecodeLinear& layer) {
@@ -162,11 +168,11 @@ int64_t decode_linear_parts(const DecodeLinear& layer) {
   return has_best ? StreamedNKPlan(layer).clusters() : 0;
 }
 
-// Whether a layer is one weight [K, N] with nothing after the product but a bias.
+// Whether a layer is one weight [K, N] with nothing after the product but a bias, and no norm of Gemma's.
 template <typename T>
 bool is_plain_of_lines(const DecodeLinear& layer) {
   return takes_mma<T>(layer) && layer.weights_are_transposed && layer.input.dtype == kDType<T> &&
-         layer.weight_count == 1 && layer.activation == kIdentity && !layer.gated && layer.residual.data == nullptr;
+         layer.weight_count == 1 && layer.activation == kIdentity && layer.norm != kGemmaRmsNorm && !layer.gated && layer.residual.data == nullptr;
 }
 
 // Whether skinny_mma takes it.
@@ -204,6 +210,7 @@ bool launch_decode_linear_few_rows(const DecodeLinear& layer, cudaStream_t strea
   if (!takes_mma<T>(layer)) return false;
   const bool is_wide = layer.input.dtype != kDType<T>, has_norm = layer.norm != kNoNorm;
   if (is_wide && layer.weights_are_transposed) return false;
+  if (layer.gated && !has_norm && !takes_streamed_nk(layer)) return false;
   if (layer.weights_are_transposed && takes_gemv(layer)) {
     error = launch_gemv<T>(layer, stream);
   } else if (layer.weights_are_transposed && takes_streamed_kn(layer)) {

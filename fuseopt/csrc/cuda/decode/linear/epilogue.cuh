@@ -18,13 +18,13 @@ class OutputPlaces {
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
       const int r = row + h * kHalfRows;
-      const int place = r * layer.output_stride + blockIdx.y * layer.out_features + column + further;
+      const int place = r * layer.output_stride + layer.first_outputs[blockIdx.y] + column + further;
       const int64_t at = static_cast<int64_t>(place) << shift;
       residuals_[h] = static_cast<const char*>(layer.residual) + at;
       outputs_[h] = static_cast<char*>(layer.output) + at;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const bool is_inside = r < layer.rows && column + i * next < layer.out_features;
+        const bool is_inside = r < layer.rows && column + i * next < layer.widths[blockIdx.y];
         const unsigned is_there = !is_inside ? 0 : layer.residual == nullptr ? 1 : 2;
         wide_[h][i] = layer.is_wide ? is_there : 0u;
         narrow_[h][i] = layer.is_wide ? 0u : is_there;

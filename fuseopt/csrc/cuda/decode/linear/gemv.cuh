@@ -126,7 +126,7 @@ struct GemvPlan {
 // Whether a layer with such a weight is for this kernel: large, or the output projection beside such layers, whose lines
 // of half a strip would wait for what these read; and all of a strip has room.
 inline bool takes_gemv(const DecodeLinear& layer) {
-  return layer.rows == 1 && (exceeds_registers(layer) || is_beside_large(layer)) &&
+  return layer.rows == 1 && layer.norm != kGemmaRmsNorm && (exceeds_registers(layer) || is_beside_large(layer)) &&
          GemvPlan(layer).stages <= MostGemvStages::kAll;
 }
 

@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
         if (lane / 4 == 1 && k < columns) shift = load_once<uint4>(layer.norm_bias + k);
         weight.multiply_add(constant_sums, c, shift);
       }
-      if (layer.norm_weight != nullptr && k < columns) weight.scale(c, load_once<uint4>(layer.norm_weight + k));
+      if (layer.norm_weight != nullptr && k < columns) weight.scale(c, load_once<uint4>(layer.norm_weight + k), layer.adds_one);
       if (layer.is_layer_norm) weight.multiply_add(constant_sums, c, {ones, ones, ones, ones});
     }
     if (layer.is_layer_norm) {
@@ -317,7 +317,7 @@ bool launch_decode_linear_many_rows(const DecodeLinear& layer, cudaStream_t stre
   const int64_t warps = ceil_div(layer.in_features, kManyRowsChunks * kChunk);
   int64_t parts = 1;
   while (!has_norm && parts * kManyRowsWarps / 2 < warps) parts *= 2;
-  if (parts > kMostParts || warps > kManyRowsWarps * parts || !suits_many_rows<T>(layer)) return false;
+  if ((layer.gated && !has_norm) || parts > kMostParts || warps > kManyRowsWarps * parts || !suits_many_rows<T>(layer)) return false;
   const auto launch = [&](auto layout) {
     constexpr Layout kLayout = decltype(layout)::value;
     return has_norm ? launch_many_rows<T, kLayout, true, false>(layer, parts, stream, error)

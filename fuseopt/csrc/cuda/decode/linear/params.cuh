@@ -14,7 +14,9 @@ constexpr int kHalfRows = 8;
 // Bytes of weights that blocks, one a multiprocessor, hold in registers before they wait. Layers with more skip prefetch.
 inline int64_t most_held_bytes() { return tuning().decode_linear_held_bytes * multiprocessor_count(); }
 
-inline int64_t weight_bytes(const DecodeLinear& layer) { return layer.out_features * layer.in_features * layer.weight_count * 2; }
+inline int64_t weight_bytes(const DecodeLinear& layer) { 
+  return output_columns(layer) * layer.in_features * (layer.gated ? 2 : 1) * 2;
+}
 
 // Whether a layer has more bytes than blocks hold in registers, a lower limit if K is long. Streaming kernels take it.
 inline bool exceeds_registers(const DecodeLinear& layer) {
@@ -35,20 +37,25 @@ struct MmaLayer {
   const void* residual;  // T, or float where `output` is
   void* output;
   const char* prefetch[kMaxWeights];
-  int prefetch_bytes, prefetch_share_bytes;  // from each, of each block
+  int prefetch_bytes[kMaxWeights], prefetch_share_bytes[kMaxWeights];  // the latter of each block
   int rows, in_features, out_features, weight_stride;
+  int widths[kMaxWeights], first_outputs[kMaxWeights];  // of each weight, and of the grid's y-th blocks
   int output_stride;  // from row to row
   int passes;         // over K
   int activation;
   int finishing;     // threads of a block, whole warps, of kernels that ask
   float eps, reciprocal;  // the latter of `in_features`
   bool is_layer_norm, is_rms_norm, is_wide;  // if is_wide, residual and output are float
+  bool adds_one;                             // to the norm's weight
   const float* split_k_partials;  // [kSplitK, rows, columns], of kernels that ask
   T* sum;  // [rows, columns] of input and partials, of kernels that ask
 
   void share_prefetch(const LaunchShape& shape) {
     constexpr int64_t kLine = 128;
-    prefetch_share_bytes = static_cast<int>(ceil_div(prefetch_bytes, shape.blocks * shape.blocks_y * kLine) * kLine);
+    for (int i = 0; i < kMaxWeights; ++i) {
+      const int64_t lines_of_all = ceil_div(prefetch_bytes[i], shape.blocks * shape.blocks_y * kLine);
+      prefetch_share_bytes[i] = static_cast<int>(lines_of_all * kLine);
+    }
   }
 
   // Not converted: a conversion would wait for the load.
@@ -78,11 +85,11 @@ MmaLayer<T> mma_layer(const DecodeLinear& layer) {
     mma.biases[i] = static_cast<const T*>(layer.biases[i].data);
   }
   int64_t prefetch_bytes = 0;
-  for (const void* prefetch : layer.prefetch) prefetch_bytes += prefetch != nullptr ? layer.prefetch_bytes : 0;
+  for (int64_t bytes : layer.prefetch_bytes) prefetch_bytes += bytes;
   for (int i = 0; i < DecodeLinear::kMaxWeights && prefetch_bytes < most_held_bytes(); ++i) {
     mma.prefetch[i] = static_cast<const char*>(layer.prefetch[i]);
+    mma.prefetch_bytes[i] = static_cast<int>(layer.prefetch_bytes[i]);
   }
-  mma.prefetch_bytes = static_cast<int>(layer.prefetch_bytes);
   mma.input = layer.input.data;
   mma.norm_weight = static_cast<const T*>(layer.norm_weight.data);
   mma.norm_bias = static_cast<const T*>(layer.norm_bias.data);
@@ -92,12 +99,17 @@ MmaLayer<T> mma_layer(const DecodeLinear& layer) {
   mma.in_features = static_cast<int>(layer.in_features);
   mma.out_features = static_cast<int>(layer.out_features);
   mma.weight_stride = static_cast<int>(layer.weight_stride);
-  mma.output_stride = mma.out_features * (layer.gated ? 1 : layer.weight_count);
+  for (int i = 0, first = 0; i < DecodeLinear::kMaxWeights; first += mma.widths[i++]) {
+    mma.widths[i] = static_cast<int>(layer.is_split_k ? layer.out_features : layer.widths[i]);
+    mma.first_outputs[i] = first;
+  }
+  mma.output_stride = static_cast<int>(output_columns(layer));
   mma.activation = layer.activation;
   mma.eps = static_cast<float>(layer.eps);
   mma.reciprocal = 1.f / static_cast<float>(layer.in_features);
   mma.is_layer_norm = layer.norm == kLayerNorm;
-  mma.is_rms_norm = layer.norm == kT5RmsNorm;
+  mma.is_rms_norm = layer.norm == kRmsNorm;
+  mma.adds_one = layer.norm == kGemmaRmsNorm;
   mma.is_wide = layer.output.dtype == kFloat32;
   mma.split_k_partials = layer.split_k_partials;
   mma.sum = static_cast<T*>(layer.sum);
@@ -108,7 +120,8 @@ template <typename T>
 __device__ inline void prefetch_next_weights(const MmaLayer<T>& layer) {
   if (threadIdx.x >= MmaLayer<T>::kMaxWeights) return;
   const char* const prefetch = layer.prefetch[threadIdx.x];
-  if (prefetch != nullptr) prefetch_share(prefetch, prefetch + layer.prefetch_bytes, layer.prefetch_share_bytes);
+  if (prefetch == nullptr) return;
+  prefetch_share(prefetch, prefetch + layer.prefetch_bytes[threadIdx.x], layer.prefetch_share_bytes[threadIdx.x]);
 }
 
 // Number of warps rounded up to a multiple of `together`: sums of so many warps are added up at a time.
@@ -116,9 +129,9 @@ __host__ __device__ inline int summed_warps(int warps, int together) {
   return (warps + together - 1) / together * together;
 }
 
-// Words of two ones.
+// Words of two ones, or of one in float32.
 template <typename T>
-constexpr unsigned kOnes = std::is_same_v<T, __half> ? 0x3c003c00u : 0x3f803f80u;
+constexpr unsigned kOnes = std::is_same_v<T, float> ? 0x3f800000u : std::is_same_v<T, __half> ? 0x3c003c00u : 0x3f803f80u;
 
 // Loads through the L2 cache what another multiprocessor has just written.
 template <typename X>
@@ -171,6 +184,9 @@ __device__ inline void activate_quickly(int activation, float (&values)[kCount])
   } else if (activation == kRelu) {
 #pragma unroll
     for (float& x : values) x = x < 0.f ? 0.f : x;
+  } else if (activation == kSilu) {
+#pragma unroll
+    for (float& x : values) x = __fdividef(x, 1.f + exp2_approx(x * -kLog2E));
   } else if (activation != kIdentity) {
 #pragma unroll
     for (float& x : values) x = activate_slowly(activation, x);

@@ -58,6 +58,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   const auto sums_at = [&](int r, int w) { return sums_of + r * row_stride + w * kColumns; };
 
   let_successor_start();
+  if (kLayout == Layout::kRowMajorNK && strip >= layer.widths[blockIdx.y]) return;  // weights differ in width
   WeightPart<T, kLayout, kGated, kTiles, kChunks> weight;
   weight.load(layer, strip, first_k(0) + own);
 
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   using Pair = Pair<kLayout, kGated, kTiles>;
   int row = threadIdx.x / kPairs;
   const Pair pair(threadIdx.x % kPairs);
-  const auto is_column = [&](int i) { return strip + pair.column + i * Pair::kNext < layer.out_features; };
+  const auto is_column = [&](int i) { return strip + pair.column + i * Pair::kNext < layer.widths[blockIdx.y]; };
   const auto own_row = [&](int h) { return min(row + h * kHalfRows, rows - 1); };
   T biases[kProducts][2];
   const auto load_biases = [&] {
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     for (int c = 0; c < kChunks; ++c) {
       if constexpr (kLoops) load_norm(pass, c);
       if (layer.norm_bias != nullptr) weight.multiply_add(constant_sums, c, shifts[c]);
-      if (layer.norm_weight != nullptr) weight.scale(c, scales[c]);
+      if (layer.norm_weight != nullptr) weight.scale(c, scales[c], layer.adds_one);
       if (layer.is_layer_norm) weight.multiply_add(constant_sums, c, {ones, ones, ones, ones});
     }
   };

@@ -143,10 +143,11 @@ __global__ void __launch_bounds__(kLineThreads, kHalves == 1 ? 3 : 2)
           float values[kLaneValues];
 #pragma unroll
           for (int i = 0; i < kLaneValues; ++i) values[i] = (x[i] - mean) * rstd;
+          const float one = layer.adds_one ? 1.f : 0.f;
           if (layer.is_rms_norm) round_floats_as<T>(values);
           if (layer.norm_weight != nullptr) {
 #pragma unroll
-            for (int i = 0; i < kLaneValues; ++i) values[i] *= reinterpret_cast<const Piece&>(scale)[i];
+            for (int i = 0; i < kLaneValues; ++i) values[i] *= reinterpret_cast<const Piece&>(scale)[i] + one;
           }
           if (layer.norm_bias != nullptr) {
 #pragma unroll

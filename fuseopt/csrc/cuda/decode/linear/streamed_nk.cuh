@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
 
   // Stages [ring_warps][kStages]; the block's rows [kHalves]; of a norm, parameters [2][block_columns]; sums
   // [warps][rows][kSumsStride], of the cluster's other blocks [blocks - 1][rows][kSumsStride]; of a norm, moments
-  // [parts][rows].
+  // [parts][rows]. Rows that are scaled as they are loaded need no second parameter.
   extern __shared__ __align__(kRingAlignment) char rings[];
   __shared__ Mailbox mailbox;
   const int half_bytes = StreamRows<T, X>::bytes(layer.slot_bits, layer.block_columns);
@@ -38,13 +38,17 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   char* const rows_at = rings + layer.ring_warps * kStages * kStageBytes;
   T* const params = reinterpret_cast<T*>(rows_at + kHalves * half_bytes);
   T *const scale = params + warp * part_columns, *const shift = scale + layer.block_columns;
-  float* const sums_of = reinterpret_cast<float*>(params + (kNorm ? 2 * layer.block_columns : 0));
+  constexpr bool kCanScale = kNorm && std::is_same_v<T, __nv_bfloat16> && std::is_same_v<X, T>;
+  const bool scales_rows = kCanScale && layer.scales_rows;
+  float* const sums_of = reinterpret_cast<float*>(params + (kNorm ? (scales_rows ? 1 : 2) * layer.block_columns : 0));
   float* const inbox = sums_of + kStreamWarps * rows * kSumsStride;
   Moments* const moments = reinterpret_cast<Moments*>(inbox + (blocks - 1) * rows * kSumsStride);
 
   let_successor_start();
-  int strip = static_cast<int>(cluster_index());
-  WeightStream<T> weight(layer, strip, part);
+  const StreamedWeight own(layer);
+  int strip = own.strip;
+  const int out_features = layer.widths[own.index];
+  WeightStream<T> weight(layer, own, part);
 #pragma unroll 1
   for (int k = lane * kLaneValues; kNorm && k < held_stages * kStageK; k += kWarpSize * kLaneValues) {
     const int64_t at = part * part_columns + k;
@@ -59,7 +63,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
     arrive_relaxed_at_cluster_barrier();
   }
   // A head reads more than the L2 cache holds, and memory rests behind it.
-  const bool has_several_strips = layer.strips > layer.step;
+  const bool has_several_strips = own.strips > own.step;
   if (!has_several_strips) prefetch_next_weights(layer);
 
   // Of a head, behind a norm: when outputs are stored, a warp has a row of them.
@@ -70,7 +74,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   static_assert(kStreamColumns == 32);
   const auto column_of = [&](int i) { return strip * width + (i & width - 1); };
   const auto output_index = [&](int i) {
-    return static_cast<int64_t>(i >> width_bits) * layer.output_stride + blockIdx.y * layer.out_features + column_of(i);
+    return static_cast<int64_t>(i >> width_bits) * layer.output_stride + layer.first_outputs[own.index] + column_of(i);
   };
   // Converted where they are used: not waited for before.
   T bias, gate_bias, residual;
@@ -79,20 +83,24 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   const auto load_biases = [&](int i) {
     const int column = column_of(i);
     bias = gate_bias = from_acc<T>(0.f);
-    if (kGivesBest && layer.rules.of_tokens != nullptr && column < layer.out_features) {
+    if (kGivesBest && layer.rules.of_tokens != nullptr && column < out_features) {
       rules_of_column = layer.rules.of_tokens[column];
     }
-    if (layer.biases[0] == nullptr || i >= rows * width || column >= layer.out_features) return;
-    bias = layer.biases[layer.is_gated ? 0 : blockIdx.y][column];
+    if (layer.biases[0] == nullptr || i >= rows * width || column >= out_features) return;
+    bias = layer.biases[own.index][column];
     if (layer.is_gated) gate_bias = layer.biases[1][column];
   };
   const auto load_residual = [&](int i) {
     residual = from_acc<T>(0.f), wide_residual = 0.f;
-    if (layer.residual == nullptr || i >= rows * width || column_of(i) >= layer.out_features) return;
+    if (layer.residual == nullptr || i >= rows * width || column_of(i) >= out_features) return;
     if (layer.is_wide) wide_residual = static_cast<const float*>(layer.residual)[output_index(i)];
     else residual = static_cast<const T*>(layer.residual)[output_index(i)];
   };
   load_biases(threadIdx.x);
+  if (scales_rows) {
+    await_copy_groups<kStages>();
+    __syncwarp();
+  }
   wait_for_predecessor();
   load_residual(threadIdx.x);
   RulesInForce rules;
@@ -102,22 +110,31 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
     char* const at = rows_at + half * half_bytes + StreamRows<T, X>::bytes(layer.slot_bits, warp * part_columns);
     return StreamRows<T, X>(at, layer, held_stages * kStageK, half * kHalfRows);
   };
+  const bool is_first_of_row = lane % 4 == 0 && lane < 4 << layer.slot_bits;
+  if constexpr (kCanScale) {
+#pragma unroll 1
+    for (int h = 0; scales_rows && h < kHalves; ++h) {
+      StreamRows<T, X> x = rows_of(h);
+      const float squares =
+          x.template load_scaled<kSums>(layer, part * part_columns, kSums && layer.sum != nullptr && blockIdx.x == 0, scale);
+      if (is_first_of_row && x.row() < rows) moments[part * rows + x.row()] = {0.f, squares};
+    }
+  }
   // Each block of a cluster takes the moments of whole rows, of its own part at last.
 #pragma unroll 1
-  for (int other = kNorm ? parts - kStreamWarps : 0; other >= 0; other -= kStreamWarps) {
+  for (int other = scales_rows ? -1 : kNorm ? parts - kStreamWarps : 0; other >= 0; other -= kStreamWarps) {
     const int of_part = part + other < parts ? part + other : part + other - parts, first_k = of_part * part_columns;
 #pragma unroll 1
     for (int h = 0; h < kHalves; ++h) {
       StreamRows<T, X> x = rows_of(h);
-      x.template load<kSums>(layer, first_k, kSums && layer.sum != nullptr && blockIdx.x == 0);
+      x.template load<kSums>(layer, first_k, kSums && layer.sum != nullptr && blockIdx.x == 0, [](auto&, int) {});
       if constexpr (kNorm) {
         const Moments of_row = x.moments(max(min(columns - first_k, part_columns), 0));
-        const bool is_first_of_row = lane % 4 == 0 && lane < 4 << layer.slot_bits;
         if (is_first_of_row && x.row() < rows) moments[of_part * rows + x.row()] = of_row;
       }
     }
   }
-  if constexpr (kNorm) {
+  if (kNorm && !scales_rows) {
     await_copy_groups<kStages>();
     __syncthreads();
 #pragma unroll 1
@@ -195,16 +212,18 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
     bool is_done = false;
 #pragma unroll 1
     for (int i = threadIdx.x; !is_done;) {
-      if (i < rows * width && column_of(i) < layer.out_features) {
-        float value = 0.f;
+      if (i < rows * width && column_of(i) < out_features) {
+        float value = 0.f, factor = 1.f;
+        if (scales_rows) factor = rstd_of(moments + (i >> width_bits), rows, parts, layer.reciprocal, layer.eps);
 #pragma unroll 1
         for (int place = i & width - 1; place < kStreamColumns; place += width) {
           const int at = (i >> width_bits) * kSumsStride + place;
-          float sum = to_float(place < width ? bias : gate_bias);
+          float sum = 0.f;
 #pragma unroll
           for (int w = 0; w < kStreamWarps; ++w) sum += sums_of[w * rows * kSumsStride + at];
 #pragma unroll 1
           for (int b = 0; b < blocks - 1; ++b) sum += inbox[b * rows * kSumsStride + at];
+          sum = fmaf(sum, factor, to_float(place < width ? bias : gate_bias));
           value = place < width ? activate_quickly(layer.activation, sum) : value * sum;
         }
         value += to_float(residual) + wide_residual;
@@ -215,58 +234,62 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
       }
       i += blockDim.x;
       is_done = i >= rows * width;
-      if (is_done) i = threadIdx.x, strip += layer.step;
+      if (is_done) i = threadIdx.x, strip += own.step;
       load_biases(i);
       load_residual(i);
     }
-    if (strip >= layer.strips) break;
+    if (strip >= own.strips) break;
     __syncthreads();
   }
   if (has_several_strips) prefetch_next_weights(layer);
   if (!kGivesBest || layer.best == nullptr) return;
   best.reduce();
-  if (lane == 0 && warp < rows) layer.best[warp * layer.step + static_cast<int>(cluster_index())] = best;
+  if (lane == 0 && warp < rows) layer.best[warp * own.step + own.strip] = best;
 }
 
 // How a layer's work is shared out, if it is for these kernels.
 struct StreamedNKPlan {
-  int strips, weights;  // strips of each of these
+  int strips[DecodeLinear::kMaxWeights] = {}, all_strips = 0;  // of each weight
   int slot_bits, halves;
   int blocks = 1;       // that share out K
   int stages = 3;
   int part_stages, ring_warps, block_columns;
+  bool scales_rows;
   size_t shared_bytes;
 
   explicit StreamedNKPlan(const DecodeLinear& layer)
-      : strips(static_cast<int>(ceil_div(layer.out_features, layer.gated ? kStreamColumns / 2 : kStreamColumns))),
-        weights(layer.gated ? 1 : layer.weight_count),
-        slot_bits(0),
-        halves(layer.rows > kHalfRows ? 2 : 1) {
+      : slot_bits(0), halves(layer.rows > kHalfRows ? 2 : 1) {
+    for (int i = 0; i < (layer.gated ? 1 : layer.weight_count); ++i) {
+      strips[i] = static_cast<int>(ceil_div(layer.widths[i], layer.gated ? kStreamColumns / 2 : kStreamColumns));
+      all_strips += strips[i];
+    }
     while (1 << slot_bits < std::min<int64_t>(layer.rows, kHalfRows)) ++slot_bits;
     // A few blocks for a strip, where there are few strips.
     split(layer);
     while (is_sm90_or_newer() && blocks < kMaxStreamedNKCluster &&
-           (2 * all_strips() * blocks <= multiprocessor_count() ||
-            (all_strips() * blocks < multiprocessor_count() && part_stages > kLongPart))) {
+           (2 * all_strips * blocks <= multiprocessor_count() ||
+            (all_strips * blocks < multiprocessor_count() && part_stages > kLongPart))) {
       blocks *= 2;
       split(layer);
     }
-    if (halves == 2 || per_multiprocessor() < 2) {
-      stages = 2;
+    // Of more rows, which leave no room for a second block, one has as long a ring as fits.
+    const int most = halves == 2 && layer.input.dtype == layer.weight_dtype ? 4 : 3;
+    const int wanted = halves == 2 ? 1 : 2;
+    for (stages = most, split(layer); stages > 2 && per_multiprocessor() < wanted;) {
+      --stages;
       split(layer);
     }
   }
 
-  int all_strips() const { return strips * weights; }
   int per_multiprocessor() const {
     constexpr size_t kReserved = 1024 + kRingAlignment;  // for each block, by the system and what the kernel declares
     return static_cast<int>(shared_bytes_of_multiprocessor() / (shared_bytes + kReserved));
   }
   // Of a weight: as many as there is room for, with as many strips each; a cluster adds up one strip only.
-  int clusters() const {
-    if (blocks > 1) return strips;
-    const int64_t room = std::max<int64_t>(multiprocessor_count() * std::min(per_multiprocessor(), 2) / weights, 1);
-    return static_cast<int>(ceil_div(strips, ceil_div(strips, room)));
+  int clusters(int weight = 0) const {
+    if (blocks > 1) return strips[weight];
+    const int64_t room = multiprocessor_count() * std::min(per_multiprocessor(), 2);
+    return static_cast<int>(ceil_div(strips[weight], ceil_div(all_strips, room)));
   }
 
  private:
@@ -280,31 +303,34 @@ struct StreamedNKPlan {
     block_columns = (blocks == 1 ? all_stages : part_stages * kStreamWarps) * kStageK;
     shared_bytes = ring_warps * stages * kStageBytes + halves * (block_columns << slot_bits) * x_bytes +
                    sizeof(float) * layer.rows * (kStreamWarps + blocks - 1) * kSumsStride;
+    // bfloat16 has float32's range: rows can be multiplied by the norm's weight before they are by 1 / deviation.
+    scales_rows = layer.weight_dtype == kBFloat16 && layer.input.dtype == kBFloat16 && blocks == 1 &&
+                  (layer.norm == kRmsNorm || layer.norm == kGemmaRmsNorm);
     if (layer.norm != kNoNorm) {
-      shared_bytes += 2 * block_columns * sizeof(uint16_t) + parts * layer.rows * sizeof(Moments);
+      shared_bytes += (scales_rows ? 1 : 2) * block_columns * sizeof(uint16_t) + parts * layer.rows * sizeof(Moments);
     }
   }
 };
-
-inline bool fits_streamed_nk(const DecodeLinear& layer) {
-  return exceeds_registers(layer) && StreamedNKPlan(layer).per_multiprocessor() > 0;
-}
 
 template <typename T, typename X, bool kNorm, int kHalves, int kStages, bool kSums = false>
 cudaError_t launch_streamed_nk_as(const DecodeLinear& layer, const StreamedNKPlan& plan, cudaStream_t stream) {
   StreamLayer<T> of{mma_layer<T>(layer)};
   of.is_gated = layer.gated;
-  of.strips = plan.strips;
-  of.step = plan.clusters();
+  int clusters = 0;
+  for (int i = 0; i < DecodeLinear::kMaxWeights; ++i) {
+    of.strips[i] = plan.strips[i];
+    clusters += of.clusters[i] = plan.clusters(i);
+  }
   of.part_stages = plan.part_stages;
   of.ring_warps = plan.ring_warps;
   of.block_columns = plan.block_columns;
   of.slot_bits = plan.slot_bits;
+  of.scales_rows = plan.scales_rows;
   of.best = static_cast<Candidate<float>*>(layer.best);
   of.rules = layer.rules;
   of.sequence_length = layer.sequence_length;
-  const LaunchShape shape{static_cast<unsigned>(of.step * plan.blocks), kStreamWarps * kWarpSize, plan.shared_bytes,
-                          static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.weights)};
+  const LaunchShape shape{static_cast<unsigned>(clusters * plan.blocks), kStreamWarps * kWarpSize, plan.shared_bytes,
+                          static_cast<unsigned>(plan.blocks)};
   of.share_prefetch(shape);
   return launch_dependent(decode_linear_streamed_nk_kernel<T, X, kNorm, kHalves, kStages, kSums>, of, shape, layer.pdl,
                           stream);
@@ -316,7 +342,13 @@ cudaError_t launch_streamed_nk(const DecodeLinear& layer, cudaStream_t stream) {
   if constexpr (kNorm && std::is_same_v<T, X>) {
     if (layer.split_k_partials != nullptr) return launch_streamed_nk_as<T, T, true, 1, 3, true>(layer, plan, stream);
   }
-  if (plan.halves == 2) return launch_streamed_nk_as<T, X, kNorm, 2, 2>(layer, plan, stream);
+  if (plan.halves == 2) {
+    if constexpr (std::is_same_v<T, X>) {
+      if (plan.stages == 4) return launch_streamed_nk_as<T, T, kNorm, 2, 4>(layer, plan, stream);
+      if (plan.stages == 3) return launch_streamed_nk_as<T, T, kNorm, 2, 3>(layer, plan, stream);
+    }
+    return launch_streamed_nk_as<T, X, kNorm, 2, 2>(layer, plan, stream);
+  }
   return plan.stages == 2 ? launch_streamed_nk_as<T, X, kNorm, 1, 2>(layer, plan, stream)
                           : launch_streamed_nk_as<T, X, kNorm, 1, 3>(layer, plan, stream);
 }

@@ -1,4 +1,5 @@
-// decode_linear for 16-bit weights and so many rows that reading them from the L2 cache counts. A block computes a tile of
+// decode_linear for so many rows that reading them from the L2 cache counts: of 16-bit weights, and of float32 as the sum
+// of three products of TF32, whose error is no larger than that of multiply-adds. A block computes a tile of
 // 64 or 128 rows x 64 columns, and reads its part of both operands once, through a ring of shared memory. The first stages
 // of the weight are loaded before the wait for the previous kernel. A long K is split over the blocks of a cluster. The only
 // norm is T5's: for a LayerNorm each block would compute sums over its weight again.
@@ -33,17 +34,148 @@ struct TilePlaces {
   __host__ __device__ TilePlaces(int columns, bool has_norm, bool is_cluster) {
     constexpr int kFloat = static_cast<int>(sizeof(float));
     padded = (columns + Shape::kStageK - 1) / Shape::kStageK * Shape::kStageK;
-    squares = scale + padded * 2;
+    squares = scale + padded * Shape::kValueBytes;
     mailbox = received + Shape::kRows * Shape::kColumns * kFloat;
     if (has_norm) end = squares + Shape::kPartWarps * Shape::kRows * kFloat;
     if (is_cluster) end = mailbox + static_cast<int>(sizeof(Mailbox));
   }
 };
 
+// A warp's sums of a stage. For 16-bit values those of all stages; for float32, which the tensor cores would add up with
+// less than its precision, each stage's are added to those by themselves.
+template <typename T, int kHalf>
+struct TileSums {
+  using Sums = float[kHalf][2 * kHalf][4];
+  Sums& sums;
+
+  __device__ explicit TileSums(Sums& of_all) : sums(of_all) {}
+  __device__ void add(const uint4 (&x)[kHalf], const uint4 (&w)[kHalf]) {
+#pragma unroll
+    for (int h = 0; h < kHalf; ++h) {
+#pragma unroll
+      for (int j = 0; j < kHalf; ++j) {
+        multiply<T>(sums[h][2 * j], {x[h].x, x[h].z}, {x[h].y, x[h].w}, w[j].x, w[j].y);
+        multiply<T>(sums[h][2 * j + 1], {x[h].x, x[h].z}, {x[h].y, x[h].w}, w[j].z, w[j].w);
+      }
+    }
+  }
+  __device__ void end(Sums&) const {}
+};
+
+template <int kHalf>
+struct TileSums<float, kHalf> {
+  using Sums = float[kHalf][2 * kHalf][4];
+  Sums sums = {};
+
+  __device__ explicit TileSums(const Sums&) {}
+  __device__ void add(const uint4 (&x)[kHalf], const uint4 (&w)[kHalf]) {
+    unsigned w_high[kHalf][4], w_low[kHalf][4];
+#pragma unroll
+    for (int j = 0; j < kHalf; ++j) split(w[j], w_high[j], w_low[j]);
+#pragma unroll
+    for (int h = 0; h < kHalf; ++h) {
+      unsigned high[4], low[4];
+      split(x[h], high, low);
+      // The smaller products first, and neighbours independent of each other.
+#pragma unroll
+      for (int p = 0; p < 3; ++p) {
+#pragma unroll
+        for (int j = 0; j < 2 * kHalf; ++j) {
+          const auto& of_w = p == 1 ? w_low[j / 2] : w_high[j / 2];
+          multiply_tf32(sums[h][j], p == 0 ? low : high, of_w[j % 2 * 2], of_w[j % 2 * 2 + 1]);
+        }
+      }
+    }
+  }
+  __device__ void end(Sums& all) const {
+#pragma unroll
+    for (int h = 0; h < kHalf; ++h) {
+#pragma unroll
+      for (int j = 0; j < 2 * kHalf; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) all[h][j][i] += sums[h][j][i];
+      }
+    }
+  }
+
+ private:
+  static __device__ void split(const uint4& words, unsigned (&high)[4], unsigned (&low)[4]) {
+    const Tf32Parts parts[] = {Tf32Parts(words.x), Tf32Parts(words.y), Tf32Parts(words.z), Tf32Parts(words.w)};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) high[i] = parts[i].high, low[i] = parts[i].low;
+  }
+};
+
+// Sums of squares of 16 rows, lane / 4 and the one 8 below, of which `TileRing::rows` gives parts.
+template <typename T>
+struct TileSquares {
+  float products[2][4] = {};  // of the rows with one another: the diagonal counts
+
+  __device__ void add(const uint4& x) {
+    multiply<T>(products[0], {x.x, x.z}, {x.y, x.w}, x.x, x.z);
+    multiply<T>(products[1], {x.x, x.z}, {x.y, x.w}, x.y, x.w);
+  }
+  __device__ void leave(float* at) const {
+    const int lane = threadIdx.x % kWarpSize;
+    if (lane / 8 != lane % 4) return;
+    const bool is_odd = lane / 4 % 2;
+    at[0] = is_odd ? products[0][1] : products[0][0];
+    at[8] = is_odd ? products[1][3] : products[1][2];
+  }
+};
+
+template <>
+struct TileSquares<float> {
+  float low = 0.f, high = 0.f;
+
+  __device__ void add(const uint4& x) {
+    const auto& values = reinterpret_cast<const float4&>(x);
+    low = fmaf(values.x, values.x, fmaf(values.z, values.z, low));
+    high = fmaf(values.y, values.y, fmaf(values.w, values.w, high));
+  }
+  __device__ void leave(float* at) {
+    low = warp_reduce<Sum, 4>(low), high = warp_reduce<Sum, 4>(high);
+    if (threadIdx.x % 4 == 0) at[0] = low, at[8] = high;
+  }
+};
+
+// Multiplies a product's part of 16 columns with the norm's weight, which begins at `scale`, or with one more.
+template <typename T>
+__device__ inline void scale_product(uint4& w, const T* scale, bool adds_one) {
+  if constexpr (std::is_same_v<T, float>) {
+    const float more = adds_one ? 1.f : 0.f;
+    const float low = scale[threadIdx.x % 4] + more, high = scale[threadIdx.x % 4 + 4] + more;
+    auto& values = reinterpret_cast<float4&>(w);
+    values = {values.x * low, values.y * high, values.z * low, values.w * high};
+  } else {
+    const unsigned low = *reinterpret_cast<const unsigned*>(scale + threadIdx.x % 4 * 2);
+    const unsigned high = *reinterpret_cast<const unsigned*>(scale + threadIdx.x % 4 * 2 + 8);
+    const auto scaled = [&](unsigned pair, unsigned by) {
+      return adds_one ? multiply_pair_by_one_more<T>(pair, by) : multiply_pair<T>(pair, by);
+    };
+    w = {scaled(w.x, low), scaled(w.y, high), scaled(w.z, low), scaled(w.w, high)};
+  }
+}
+
+// The sum of an output by multiply-adds. For float32 that is infinite or NaN, of which products of parts say nothing.
+template <Layout kLayout>
+__device__ __noinline__ float slow_product(const MmaLayer<float>& layer, int row, int column) {
+  const bool is_kn = kLayout == Layout::kColMajorKN;
+  const float* const x = static_cast<const float*>(layer.input) + static_cast<int64_t>(row) * layer.in_features;
+  const float* const w = layer.weights[blockIdx.y] + (is_kn ? column : static_cast<int64_t>(column) * layer.weight_stride);
+  float sum = 0.f;
+#pragma unroll 1
+  for (int k = 0; k < layer.in_features; ++k) {
+    const float scale = layer.norm_weight != nullptr ? layer.norm_weight[k] + (layer.adds_one ? 1.f : 0.f) : 1.f;
+    sum = fmaf(x[k], w[static_cast<int64_t>(k) * (is_kn ? layer.weight_stride : 1)] * scale, sum);
+  }
+  return sum;
+}
+
 template <typename T, Layout kLayout, bool kNorm, int kRowWarps>
-__global__ void __launch_bounds__(kTileThreads, TileShape<kRowWarps>::kBlocks)
+__global__ void __launch_bounds__(kTileThreads, TileShape<T, kRowWarps>::kBlocks)
     decode_linear_tiles_kernel(const __grid_constant__ TileLayer<T> argument) {
-  using Shape = TileShape<kRowWarps>;
+  using Shape = TileShape<T, kRowWarps>;
   using Places = TilePlaces<Shape>;
   constexpr int kStages = Shape::kStages, kColumns = Shape::kColumns, kHalf = Shape::kWarpTile / 16;
   const MmaLayer<T>& layer = argument.layer;
@@ -76,7 +208,7 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<kRowWarps>::kBlocks)
     arrive_relaxed_at_cluster_barrier();
   }
   if constexpr (kNorm) {
-    for (int k = threadIdx.x * kLaneValues; k < places.padded; k += kTileThreads * kLaneValues) {
+    for (int k = threadIdx.x * kVectorWidth<T>; k < places.padded; k += kTileThreads * kVectorWidth<T>) {
       const bool is_there = layer.norm_weight != nullptr && k < layer.in_features;
       *reinterpret_cast<uint4*>(scale + k) =
           is_there ? load_once<uint4>(layer.norm_weight + k) : uint4{kOnes<T>, kOnes<T>, kOnes<T>, kOnes<T>};
@@ -102,10 +234,11 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<kRowWarps>::kBlocks)
     end_copy_group();
   }
   float sums[kHalf][2 * kHalf][4] = {};  // of 16 rows and 8 columns
-  float products[2][4] = {};             // of 16 rows with 8 of them, for their squares
+  TileSquares<T> row_squares;            // of 16 rows
   // Of a warp's rows those 16 come first whose squares it finds.
   const auto row_of = [&](int half) { return row_warp * Shape::kWarpTile + (half ^ column_warp) * 16; };
   const auto column_of = [&](int half) { return column_warp * Shape::kWarpTile + half * 16; };
+  const bool adds_one = layer.adds_one && layer.norm_weight != nullptr;
   int place = 0, free_place = kStages - 1;
 #pragma unroll 1
   for (int s = 0; s < stages; ++s) {
@@ -116,8 +249,9 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<kRowWarps>::kBlocks)
       ring.fetch_rows(free_place);
     }
     end_copy_group();
+    TileSums<T, kHalf> of_stage(sums);
 #pragma unroll
-    for (int i = 0; i < Shape::kStageK / kProductK / Shape::kPartWarps; ++i) {
+    for (int i = 0; i < Shape::kStageK / Shape::kProductK / Shape::kPartWarps; ++i) {
       const int product = i * Shape::kPartWarps + part_warp;
       uint4 x[kHalf], w[kHalf];
 #pragma unroll
@@ -125,27 +259,14 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<kRowWarps>::kBlocks)
 #pragma unroll
       for (int h = 0; h < kHalf; ++h) w[h] = ring.columns(place, column_of(h), product);
       if constexpr (kNorm) {
-        // w is scaled by g; of the products of rows with one another the diagonal counts.
-        const T* const scale_at = scale + s * Shape::kStageK + product * kProductK + lane % 4 * 2;
-        const unsigned low = *reinterpret_cast<const unsigned*>(scale_at);
-        const unsigned high = *reinterpret_cast<const unsigned*>(scale_at + 8);
+        const T* const scale_at = scale + s * Shape::kStageK + product * Shape::kProductK;
 #pragma unroll
-        for (uint4& v : w) {
-          v = {multiply_pair<T>(v.x, low), multiply_pair<T>(v.y, high), multiply_pair<T>(v.z, low),
-               multiply_pair<T>(v.w, high)};
-        }
-        multiply<T>(products[0], {x[0].x, x[0].z}, {x[0].y, x[0].w}, x[0].x, x[0].z);
-        multiply<T>(products[1], {x[0].x, x[0].z}, {x[0].y, x[0].w}, x[0].y, x[0].w);
+        for (uint4& v : w) scale_product<T>(v, scale_at, adds_one);
+        row_squares.add(x[0]);
       }
-#pragma unroll
-      for (int h = 0; h < kHalf; ++h) {
-#pragma unroll
-        for (int j = 0; j < kHalf; ++j) {
-          multiply<T>(sums[h][2 * j], {x[h].x, x[h].z}, {x[h].y, x[h].w}, w[j].x, w[j].y);
-          multiply<T>(sums[h][2 * j + 1], {x[h].x, x[h].z}, {x[h].y, x[h].w}, w[j].z, w[j].w);
-        }
-      }
+      of_stage.add(x, w);
     }
+    of_stage.end(sums);
     place = place + 1 < kStages ? place + 1 : 0;
     free_place = free_place + 1 < kStages ? free_place + 1 : 0;
   }
@@ -173,12 +294,7 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<kRowWarps>::kBlocks)
       }
     }
   }
-  if (kNorm && lane / 8 == lane % 4) {
-    const bool is_odd = lane / 4 % 2;
-    float* const at = squares + part_warp * Shape::kRows + row_of(0) + lane / 4;
-    at[0] = is_odd ? products[0][1] : products[0][0];
-    at[8] = is_odd ? products[1][3] : products[1][2];
-  }
+  if constexpr (kNorm) row_squares.leave(squares + part_warp * Shape::kRows + row_of(0) + lane / 4);
   __syncthreads();
   const auto sum_of = [&](const float* first, int count, int stride) {
     SumQuad total = {};
@@ -206,8 +322,15 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<kRowWarps>::kBlocks)
   for (int i = 0; i < kMost; ++i) {
     const int row = first_own + i * kStep;
     if (row >= end_own) continue;
-    const SumQuad quad = parts == 1 ? sum_of_warps(row, place_of_quad)
-                                    : sum_of(received_at(0, row, place_of_quad), parts, share * kColumns);
+    SumQuad quad = parts == 1 ? sum_of_warps(row, place_of_quad)
+                              : sum_of(received_at(0, row, place_of_quad), parts, share * kColumns);
+    if constexpr (std::is_same_v<T, float>) {
+#pragma unroll
+      for (int j = 0; j < kQuad; ++j) {
+        float& sum = quad.values[j];
+        if (!isfinite(sum)) sum = slow_product<kLayout>(layer, first_row + row, column + j);
+      }
+    }
     float factor = 1.f;
     if constexpr (kNorm) {
       float sum = 0.f;
@@ -227,13 +350,13 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<kRowWarps>::kBlocks)
 
 template <typename T, Layout kLayout, bool kNorm, int kRowWarps>
 cudaError_t launch_tiles_as(const DecodeLinear& layer, cudaStream_t stream) {
-  using Shape = TileShape<kRowWarps>;
+  using Shape = TileShape<T, kRowWarps>;
   constexpr int64_t kMostParts = 8;  // blocks that any cluster may have
   const int64_t strips = ceil_div(layer.out_features, Shape::kColumns), row_tiles = ceil_div(layer.rows, Shape::kRows);
   const int64_t tiles = strips * layer.weight_count * row_tiles, most_blocks = Shape::kBlocks * multiprocessor_count();
   int64_t parts = 1;
   while (!kNorm && parts < kMostParts && tiles * parts * 2 <= most_blocks &&
-         layer.in_features >= parts * 2 * tuning().decode_linear_tiles_min_k_of_block) {
+         layer.in_features * sizeof(T) >= parts * 2 * tuning().decode_linear_tiles_min_k_of_block * sizeof(uint16_t)) {
     parts *= 2;
   }
   const int64_t part_columns = ceil_div(layer.in_features, parts * Shape::kStageK) * Shape::kStageK;
@@ -250,25 +373,37 @@ cudaError_t launch_tiles_as(const DecodeLinear& layer, cudaStream_t stream) {
   return launch_dependent(kernel, tiled, shape, layer.pdl, stream);
 }
 
+// Whether these kernels take a 16-bit layer: with several weights, which the BLAS library takes one after another, and with
+// one of a long K.
+inline bool gains_by_tiles(const DecodeLinear& layer) {
+  const int64_t work = layer.rows * layer.in_features * layer.out_features * layer.weight_count;
+  const bool is_long = layer.norm == kNoNorm && layer.in_features >= 2 * layer.out_features;
+  return layer.weight_count == 1 ? is_long && work >= tuning().decode_linear_tiles_min_long_work
+                                 : work >= tuning().decode_linear_tiles_min_work;
+}
+
 template <typename T>
 bool launch_decode_linear_tiles(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error) {
-  // With several weights, which the BLAS library takes one after another, and with one of a long K.
+  constexpr bool kIsFloat = std::is_same_v<T, float>;
   constexpr int64_t kLongestNormalised = 1536;  // as ops/decode/linear.py has it
   constexpr size_t kSharedBytes = 208 * 1024;   // which not every device with clusters has for a block
-  const bool has_norm = layer.norm != kNoNorm, is_single = layer.weight_count == 1;
-  const int64_t work = layer.rows * layer.in_features * layer.out_features * layer.weight_count;
-  const bool is_long = !has_norm && layer.in_features >= 2 * layer.out_features;
-  const bool gains = is_single ? is_long && work >= tuning().decode_linear_tiles_min_long_work
-                               : !layer.gated && layer.norm != kLayerNorm && work >= tuning().decode_linear_tiles_min_work;
-  if (!gains || (has_norm && layer.in_features > kLongestNormalised) || !suits_many_rows<T>(layer) ||
+  const bool has_norm = layer.norm != kNoNorm;
+  if (layer.gated || layer.norm == kLayerNorm || (has_norm && layer.in_features > kLongestNormalised) ||
+      !(kIsFloat ? layer.rows > 2 * kHalfRows : gains_by_tiles(layer)) || !suits_many_rows<T>(layer) ||
       shared_bytes_of_block() < kSharedBytes) {
     return false;
   }
   const auto launch_as = [&](auto layout, auto norm) {
     constexpr Layout kLayout = decltype(layout)::value;
     constexpr bool kNorm = decltype(norm)::value;
-    return is_single || layer.rows <= tuning().decode_linear_tiles_max_low_rows ? launch_tiles_as<T, kLayout, kNorm, 2>(layer, stream)
-                                                   : launch_tiles_as<T, kLayout, kNorm, 4>(layer, stream);
+    if constexpr (kIsFloat) {
+      return layer.rows <= TileShape<T, 1>::kRows ? launch_tiles_as<T, kLayout, kNorm, 1>(layer, stream)
+                                                  : launch_tiles_as<T, kLayout, kNorm, 2>(layer, stream);
+    } else {
+      const bool is_low = layer.weight_count == 1 || layer.rows <= tuning().decode_linear_tiles_max_low_rows;
+      return is_low ? launch_tiles_as<T, kLayout, kNorm, 2>(layer, stream)
+                    : launch_tiles_as<T, kLayout, kNorm, 4>(layer, stream);
+    }
   };
   const auto launch = [&](auto layout) {
     return has_norm ? launch_as(layout, std::true_type{}) : launch_as(layout, std::false_type{});

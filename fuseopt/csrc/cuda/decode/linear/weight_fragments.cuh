@@ -24,7 +24,7 @@ struct WeightPart {
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
           words[c][t] = {};
-          if (n < layer.out_features && k + c * kChunk < layer.in_features) words[c][t] = load_once<uint4>(weight + c * kChunk);
+          if (n < layer.widths[blockIdx.y] && k + c * kChunk < layer.in_features) words[c][t] = load_once<uint4>(weight + c * kChunk);
         }
       }
     } else {
@@ -80,8 +80,16 @@ struct WeightPart {
     }
   }
 
-  // Multiplies all columns of chunk c with 8 values of k.
-  __device__ void scale(int c, const uint4& by) {
+  // Multiplies all columns of chunk c with 8 values of k, or with one more than these.
+  __device__ void scale(int c, const uint4& by, bool adds_one) {
+    if (adds_one) [[unlikely]] {
+#pragma unroll
+      for (uint4& w : words[c]) {
+        w = {multiply_pair_by_one_more<T>(w.x, by.x), multiply_pair_by_one_more<T>(w.y, by.y),
+             multiply_pair_by_one_more<T>(w.z, by.z), multiply_pair_by_one_more<T>(w.w, by.w)};
+      }
+      return;
+    }
 #pragma unroll
     for (uint4& w : words[c]) {
       w = {multiply_pair<T>(w.x, by.x), multiply_pair<T>(w.y, by.y), multiply_pair<T>(w.z, by.z),

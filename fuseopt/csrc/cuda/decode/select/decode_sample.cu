@@ -1,45 +1,35 @@
-// The end of a decode step that samples, in two launches after the numbers are drawn: in the first a cluster of blocks
-// edits and filters each row and finds the token that is drawn from it; the second is that of a greedy step.
+// The end of a decode step that samples: a cluster of blocks edits and filters each row and finds the token that is drawn
+// from it. For one row it also ends the step; for more, the second launch of a greedy step does.
 //
-// transformers' filters keep the scores above a cut, so none of them is sorted or written to memory: scores stay in
-// shared memory and the cuts are found by histograms. Equal scores at the cut of top-p are kept from the last one on, as
-// a stable sort in ascending order has it.
+// transformers' filters keep the scores above a cut, so no row is sorted or written to memory: scores stay in shared
+// memory. What a small top-k leaves is gathered, and one block does the rest. Otherwise cuts are found by histograms.
+// Equal scores at the cut of top-p are kept from the last one on, as a stable sort in ascending order has it.
 #include <cassert>
 
 #include "cuda/common/dependent_launch.cuh"
+#include "cuda/decode/select/end_of_step.cuh"
+#include "cuda/decode/select/exponential_draw.cuh"
 #include "cuda/decode/select/logits_chunk.cuh"
-#include "cuda/decode/select/score_candidate.cuh"
 #include "cuda/decode/select/score_cut.cuh"
 
 namespace fuseopt::decode_sample {
 namespace {
 
-// TUNED: not measured; loads in flight as of other kernels in this folder.
+// TUNED: not measured.
 constexpr int kThreads = RowCutter::kThreads;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kPerThread = 16;
+constexpr int kPerThread = 8;
 constexpr int kChunk = kThreads * kPerThread;
-constexpr int kAtOnce = 8;  // loads in flight per thread
+constexpr float kLog2OfE = 1.442695041f;
+
+using By = CutBy;
+using Weight = RowCutter::Weight;
 
 struct SampleRows {
   DecodeSample of;
   ScoreArithmetic<float> arithmetic;
   int chunks_of_block;
-};
-
-// What is left of a row: scores above a key, and those equal to it from a place of this block on, of which those that
-// are at least `min_p` times as likely as the highest.
-struct Kept {
-  unsigned key;
-  int first_equal;
-  float highest;
-  float min_p;
-
-  __device__ float weight_of(float score) const { return expf(score - highest); }
-  __device__ bool contains(float score, int place) const {
-    const unsigned its_key = key_of(score);
-    return (its_key > key || (its_key == key && place >= first_equal)) && (min_p <= 0 || weight_of(score) >= min_p);
-  }
+  TorchDraw draw;
 };
 
 // How far the information of a score is from the mean; upstream: TypicalLogitsWarper.
@@ -48,66 +38,26 @@ struct Typicality {
   float log_sum = 0;
   float entropy = 0;
 
+  // `sums`: of the weights, and of the weights times the scores, less the highest one.
+  __device__ Typicality(float highest, const double (&sums)[2])
+      : highest(highest),
+        log_sum(static_cast<float>(log(sums[0]))),
+        entropy(static_cast<float>(log(sums[0]) - sums[1] / sums[0])) {}
+
   // The nearest score is the highest.
   __device__ float operator()(float score) const { return -fabsf(-(score - highest - log_sum) - entropy); }
 };
 
-__device__ void cut_top_p(RowCutter& cutter, const float* scores, int places, float lowest, double top_p, Kept& kept) {
-  // Upstream removes what has a cumulative probability of at most this, from the lowest score on.
-  const double removed = static_cast<float>(1 - top_p);
-  const ScoreCut cut = cutter.find<CutBy::kProbability>(
-      places, kept.highest, lowest, 1 - removed,
-      [&](int i) { return kept.contains(scores[i], i) ? scores[i] : -INFINITY; },
-      [&](int i) { return kept.weight_of(scores[i]); });
-  const double weight = ldexp(static_cast<double>(kept.weight_of(score_of(cut.key))), RowCutter::kFraction);
-  const double wanted = ceil(static_cast<double>(cut.wanted - cut.before) / weight);
-  const int count = static_cast<int>(fmin(fmax(wanted, 1.0), cut.equal));
-  const int count_here = min(max(count - cut.equal_later, 0), cut.equal_here);
-  kept.key = cut.key;
-  if (count_here == 0) {
-    kept.first_equal = INT_MAX;
-  } else if (count_here < cut.equal_here) {
-    kept.first_equal = cutter.first_of_last(places, count_here, [&](int i) { return key_of(scores[i]) == cut.key; });
-  }
-}
-
-// Returns the key of the least typical score to be kept.
-__device__ unsigned cut_typical_p(RowCutter& cutter, const float* scores, int places, double mass, const Kept& kept,
-                                  Typicality& typicality) {
-  double sums[2] = {};  // of the weights, and of the weights times the scores
-  for (int i = threadIdx.x; i < places; i += kThreads) {
-    if (!kept.contains(scores[i], i)) continue;
-    const float weight = kept.weight_of(scores[i]);
-    sums[0] += weight;
-    sums[1] += static_cast<double>(weight) * (scores[i] - kept.highest);
-  }
-  cutter.reduce<Sum>(sums);
-  typicality.log_sum = static_cast<float>(log(sums[0]));
-  typicality.entropy = static_cast<float>(log(sums[0]) - sums[1] / sums[0]);
-  const auto value_of = [&](int i) { return kept.contains(scores[i], i) ? typicality(scores[i]) : -INFINITY; };
-  float highest = -INFINITY, negated_lowest = -INFINITY;
-  for (int i = threadIdx.x; i < places; i += kThreads) {
-    const float value = value_of(i);
-    highest = fmaxf(highest, value);
-    if (value > -INFINITY) negated_lowest = fmaxf(negated_lowest, -value);
-  }
-  double bounds[2] = {highest, negated_lowest};
-  cutter.reduce<Max>(bounds);
-  const ScoreCut cut = cutter.find<CutBy::kUnorderedProbability>(
-      places, static_cast<float>(bounds[0]), static_cast<float>(-bounds[1]), static_cast<float>(mass), value_of,
-      [&](int i) { return kept.weight_of(scores[i]); });
-  return cut.key;
-}
-
 // Edits this block's scores and stores them; others than tokens are -inf. Returns the highest and, negated, the lowest
-// finite score.
+// finite score of the thread.
 template <typename T>
-__device__ void load_scores(const SampleRows& rows, int64_t row, int first_chunk, float* scores, double (&bounds)[2]) {
-  float highest = -INFINITY, negated_lowest = -INFINITY;
+__device__ float2 load_scores(const SampleRows& rows, int64_t row, int first_chunk, float* scores) {
   using Chunk = LogitsChunk<T, kThreads, kPerThread>;
   __shared__ unsigned penalised[Chunk::kMarkWords], banned[Chunk::kMarkWords];
   const DecodeSelect& select = rows.of.select;
+  float highest = -INFINITY, negated_lowest = -INFINITY;
   bool is_valid = true;
+#pragma unroll 1
   for (int c = 0; c < rows.chunks_of_block; ++c) {
     Chunk chunk(select.scores, row, first_chunk + c, select.vocabulary);
     ChunkMarks marks;
@@ -136,85 +86,237 @@ __device__ void load_scores(const SampleRows& rows, int64_t row, int first_chunk
     }
   }
   assert(is_valid && "probability is inf, nan or negative");
-  bounds[0] = highest, bounds[1] = negated_lowest;
+  return {highest, negated_lowest};
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant__ SampleRows rows) {
-  __shared__ RowCutter::Storage storage;
-  __shared__ Candidate<float> of_warps[kWarps];
-  extern __shared__ float4 shared_scores[];
-  const DecodeSelect& select = rows.of.select;
-  RowCutter cutter(storage);
-  const int64_t row = blockIdx.x / cutter.size;
-  const int first_chunk = cutter.rank * rows.chunks_of_block, places = rows.chunks_of_block * kChunk;
-  float* const scores = rows.of.scratch == nullptr ? reinterpret_cast<float*>(shared_scores)
-                                                   : rows.of.scratch + static_cast<int64_t>(blockIdx.x) * places;
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+// The cluster's view of its row.
+struct SampledRow {
+  const SampleRows& rows;
+  int64_t row;
+  ExponentialDraw draw;
+  int places;     // of each block
+  int row_begin;  // the token of the first block's first place
+  float* scores = nullptr;  // this block's
+  int begin = 0;            // the token of its first place
+  float highest = 0, lowest = 0;
 
-  let_successor_start();
-  double bounds[2];
-  load_scores<T>(rows, row, first_chunk, scores, bounds);
-  cutter.wait_for_blocks();
-  cutter.reduce<Max>(bounds);
-  const float highest = static_cast<float>(bounds[0]);
-  assert(highest > -INFINITY && "probability is inf, nan or negative");
-  // Scores that are still lower have a probability of less than 2^-125, and are never drawn.
-  float lowest = fmaxf(static_cast<float>(-bounds[1]), highest - RowCutter::kMostRange);
-  Kept kept = {key_of(lowest + 0.f), 0, highest, static_cast<float>(rows.of.min_p)};
-  bool is_cut = false;
-  if (rows.of.top_k < select.vocabulary) {
-    const ScoreCut cut = cutter.find<CutBy::kCount>(
-        places, highest, lowest, static_cast<double>(rows.of.top_k),
-        [&](int i) { return key_of(scores[i]) >= kept.key ? scores[i] : -INFINITY; }, [](int) { return 1.f; });
-    if (cut.is_cut) kept.key = cut.key, lowest = score_of(cut.key);
-    is_cut = cut.is_cut;
+  __device__ float weight_of(float score) const { return expf(score - highest); }
+  __device__ float log2_weight_of(float score) const { return (score - highest) * kLog2OfE; }
+
+  // A score's probability divided by its number, but for a factor.
+  __device__ float ratio(float score, int token) const {
+    const float* const divisors = rows.of.select.divisors;
+    const int64_t element = row * rows.of.select.vocabulary + token;
+    return __fdiv_rn(weight_of(score), divisors != nullptr ? divisors[element] : draw(static_cast<unsigned>(element)));
   }
-  // The order of upstream: min-p comes after top-p.
-  const float min_p = kept.min_p;
-  kept.min_p = 0;
-  if (rows.of.top_p < 1) cut_top_p(cutter, scores, places, lowest, rows.of.top_p, kept);
-  kept.min_p = min_p;
-  Typicality typicality = {highest};
-  const bool is_typical = rows.of.typical_p < 1;
-  const unsigned typical = is_typical ? cut_typical_p(cutter, scores, places, rows.of.typical_p, kept, typicality) : 0;
 
-  const auto is_kept = [&](int i) {
-    return kept.contains(scores[i], i) && (!is_typical || key_of(typicality(scores[i])) >= typical);
-  };
-
-  const int first_token = LogitsChunk<T, kThreads, kPerThread>(select.scores, row, first_chunk, select.vocabulary).token_at(0);
-  const float* const divisors = select.divisors + row * select.vocabulary + first_token;
-  if (rows.of.kept != nullptr) {
-    float* const output = rows.of.kept + row * select.vocabulary + first_token;
-    // Without any filter, scores that are too low to be drawn are left too.
-    is_cut = is_cut || rows.of.top_p < 1 || min_p > 0 || is_typical;
-    for (int i = threadIdx.x; i < places; i += kThreads) {
-      const bool is_token = first_token + i >= 0 && first_token + i < select.vocabulary;
-      if (is_token) output[i] = !is_cut || is_kept(i) ? scores[i] : -INFINITY;
+  __device__ void keep(int token, float score) const {
+    rows.of.kept[row * rows.of.select.vocabulary + token] = score;
+  }
+  // Of this block's tokens.
+  __device__ void keep_none() const {
+#pragma unroll 1
+    for (int token = begin + threadIdx.x; token < min(begin + places, static_cast<int>(rows.of.select.vocabulary));
+         token += kThreads) {
+      if (token >= 0) keep(token, -INFINITY);
     }
+  }
+};
+
+// Upstream removes what has a cumulative probability of at most 1 - top_p, from the lowest score on.
+__device__ double share_of(double top_p) { return 1 - static_cast<double>(static_cast<float>(1 - top_p)); }
+
+// Draws from the `count` gathered entries, which have all scores that top-k leaves, on one block.
+__device__ Candidate<float> draw_of_few(RowCutter& cutter, const SampledRow& row, int count, float2* shared_values) {
+  const DecodeSample& of = row.rows.of;
+  const RowCutter::Entry entry = cutter.sort(count);
+  const float score = RowCutter::value_of(entry);
+  if (threadIdx.x == min(of.top_k, int64_t{count}) - 1) shared_values[kThreads] = {score, 0};
+  __syncthreads();
+  bool is_kept = threadIdx.x < count && score >= shared_values[kThreads].x;
+  const auto weight = [&] { return is_kept ? RowCutter::fixed_weight(row.weight_of(score)) : Weight{0}; };
+  if (of.top_p < 1) {
+    const auto scanned = cutter.scan(weight());
+    const double wanted = ceil(static_cast<double>(scanned.total) * share_of(of.top_p));
+    is_kept = is_kept && (scanned.before < wanted || threadIdx.x < of.min_tokens);
+  }
+  if (of.min_p > 0) {
+    is_kept = is_kept && (row.weight_of(score) >= static_cast<float>(of.min_p) || threadIdx.x < of.min_tokens);
+  }
+  if (of.typical_p < 1) {
+    double sums[2] = {};
+    if (is_kept) sums[0] = row.weight_of(score), sums[1] = sums[0] * (score - row.highest);
+    cutter.add_up_in_block(sums);
+    const float typicality = Typicality(row.highest, sums)(score);
+    const Weight all = cutter.scan(weight()).total;
+    const float own = is_kept ? row.weight_of(score) : 0;
+    shared_values[threadIdx.x] = {typicality, own};
+    __syncthreads();
+    Weight before = 0;
+#pragma unroll 4
+    for (int i = 0; i < count; ++i) {
+      const float2 other = shared_values[i];
+      if (other.x > typicality && other.y > 0) before += RowCutter::fixed_weight(other.y);
+    }
+    is_kept = is_kept && before < max(1., ceil(static_cast<double>(all) * static_cast<float>(of.typical_p)));
   }
   Candidate<float> best;
-  for (int first = threadIdx.x; first < places; first += kAtOnce * kThreads) {
-    float weights[kAtOnce], divided_by[kAtOnce];
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      const int i = first + k * kThreads;
-      weights[k] = is_kept(i) ? kept.weight_of(scores[i]) : -1;
-      if (weights[k] >= 0) divided_by[k] = divisors[i];
-    }
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      if (weights[k] >= 0) best.consider(__fdiv_rn(weights[k], divided_by[k]), first_token + first + k * kThreads);
-    }
+  if (is_kept) {
+    const int token = row.row_begin + static_cast<int>(RowCutter::low_of(entry));
+    if (of.kept != nullptr) row.keep(token, score);
+    if (of.highest == nullptr) best.consider(row.ratio(score, token), token);
   }
+  return best;
+}
+
+// Draws from this block's share of the row.
+__device__ Candidate<float> draw_of_row(RowCutter& cutter, const SampledRow& row) {
+  const DecodeSample& of = row.rows.of;
+  const float* const scores = row.scores;
+  const int first_place = cutter.rank * row.places;
+  const auto no_low = [](int) { return 0u; };
+  const auto place_of = [&](int i) { return static_cast<unsigned>(first_place + i); };
+  ValueCut cut;
+  if (of.top_k < of.select.vocabulary) {
+    cut = cutter.find<By::kCount, true>(
+        row.places, row.highest, row.lowest, static_cast<double>(of.top_k), [&](int i) { return scores[i]; }, no_low,
+        [](float, unsigned) { return 0.f; });
+  }
+  if (of.top_p < 1) {
+    const ValueCut before = cut;
+    cut = cutter.find<By::kProbability, false>(
+        row.places, row.highest, fmaxf(row.lowest, before.value), share_of(of.top_p),
+        [&](int i) { return before.keeps(scores[i], 0) ? scores[i] : -INFINITY; },
+        place_of,
+        [&](float score, unsigned) { return row.log2_weight_of(score); });
+  }
+  const float min_p = static_cast<float>(of.min_p);
+  ValueCut least = {INFINITY, 0};
+  if (of.min_tokens > 1) {
+    least = cutter.find<By::kCount, false>(
+        row.places, row.highest, row.lowest, static_cast<double>(of.min_tokens), [&](int i) { return scores[i]; },
+        place_of, [](float, unsigned) { return 0.f; });
+  }
+  const auto passes = [&](int i) {
+    const bool is_likely = min_p <= 0 || row.weight_of(scores[i]) >= min_p;
+    return (is_likely && cut.keeps(scores[i], first_place + i)) || least.keeps(scores[i], first_place + i);
+  };
+  const bool is_typical = of.typical_p < 1;
+  double sums[2] = {1, 0};
+  ValueCut typical_cut;
+  if (is_typical) {
+    sums[0] = 0;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < row.places; i += kThreads) {
+      if (!passes(i)) continue;
+      const float weight = row.weight_of(scores[i]);
+      sums[0] += weight;
+      sums[1] += static_cast<double>(weight) * (scores[i] - row.highest);
+    }
+    cutter.add_up(sums);
+  }
+  const Typicality typicality(row.highest, sums);
+  if (is_typical) {
+    // The most typical value is at most 0, and others are at least this.
+    const float lowest = fminf(typicality(row.lowest), typicality(row.highest));
+    typical_cut = cutter.find<By::kUnorderedProbability, true>(
+        row.places, 0.f, lowest, static_cast<double>(static_cast<float>(of.typical_p)),
+        [&](int i) { return passes(i) ? typicality(scores[i]) : -INFINITY; },
+        [&](int i) { return __float_as_uint(row.log2_weight_of(scores[i])); },
+        [](float, unsigned low) { return __uint_as_float(low); });
+  }
+  const int vocabulary = static_cast<int>(of.select.vocabulary);
+  Candidate<float> best;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < row.places; i += kThreads) {
+    const int token = row.begin + i;
+    const float score = scores[i];
+    const bool is_kept = passes(i) && (!is_typical || typical_cut.keeps(typicality(score), 0));
+    if (of.kept != nullptr && token >= 0 && token < vocabulary) row.keep(token, is_kept ? score : -INFINITY);
+    if (is_kept && of.highest == nullptr) best.consider(row.ratio(score, token), token);
+  }
+  return best;
+}
+
+// The best of the block, in its first warp.
+__device__ Candidate<float> best_of_block(Candidate<float> best) {
+  __shared__ Candidate<float> of_warps[kWarps];
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   best.reduce();
   if (lane == 0) of_warps[warp] = best;
   __syncthreads();
-  if (warp > 0) return;
+  if (warp > 0) return best;
   best = lane < kWarps ? of_warps[lane] : Candidate<float>();
   best.reduce();
-  if (lane == 0) static_cast<Candidate<float>*>(select.candidates)[blockIdx.x] = best;
+  return best;
+}
+
+// kShared: whether scores are in shared memory.
+template <typename T, bool kShared>
+__global__ void __launch_bounds__(kThreads, 2) sample_kernel(const __grid_constant__ SampleRows rows) {
+  __shared__ RowCutter::Storage storage;
+  __shared__ unsigned long long candidates[RowCutter::kMostBlocks];
+  __shared__ Candidate<float> best_of_row;
+  extern __shared__ float4 shared_scores[];
+  const DecodeSample& of = rows.of;
+  const DecodeSelect& select = of.select;
+  RowCutter cutter(storage);
+  const int first_chunk = cutter.rank * rows.chunks_of_block;
+  const int64_t index = blockIdx.x / cutter.size;
+  SampledRow row = {rows, index, ExponentialDraw(of.random, rows.draw), rows.chunks_of_block * kChunk,
+                    LogitsChunk<T, kThreads, kPerThread>(select.scores, index, 0, select.vocabulary).token_at(0)};
+  row.scores = kShared ? reinterpret_cast<float*>(shared_scores)
+                       : of.scratch + static_cast<int64_t>(blockIdx.x) * row.places;
+  row.begin = row.row_begin + cutter.rank * row.places;
+
+  let_successor_start();
+  const float2 of_thread = load_scores<T>(rows, row.row, first_chunk, row.scores);
+  const float2 bounds = cutter.bounds(of_thread.x, of_thread.y);
+  row.highest = bounds.x, row.lowest = -bounds.y;
+  if (of.highest != nullptr) {
+    if (cutter.rank == 0 && threadIdx.x == 0) of.highest[row.row] = row.highest;
+    if (row.highest == -INFINITY) return row.keep_none();
+  }
+  assert(row.highest > -INFINITY && "probability is inf, nan or negative");
+
+  Candidate<float> best;
+  int few = 0;
+  if (of.top_k <= RowCutter::kGroups / 2 && of.top_k < select.vocabulary) {
+    const float reached = cutter.value_reached_by(static_cast<int>(of.top_k));
+    if (of.kept != nullptr) row.keep_none();
+    few = cutter.gather(row.places, 1, kThreads, [&](int i) { return row.scores[i] >= reached; },
+                        [&](int i) { return RowCutter::entry_of(row.scores[i], cutter.rank * row.places + i); });
+  }
+  if (few == 0) {
+    best = draw_of_row(cutter, row);
+    if (of.highest != nullptr) return;
+    best = best_of_block(best);
+    if (threadIdx.x == 0) {
+      store_to_block(&candidates[cutter.rank], 0, static_cast<unsigned long long>(best.key) << 32 | (INT32_MAX - best.token));
+    }
+    cluster_barrier();
+    if (cutter.rank > 0) return;
+    unsigned long long highest = threadIdx.x < cutter.size ? candidates[threadIdx.x] : 0;
+    if (threadIdx.x < kWarpSize) {
+      for (int distance = RowCutter::kMostBlocks / 2; distance > 0; distance /= 2) {
+        highest = max(highest, __shfl_xor_sync(kFullWarp, highest, distance));
+      }
+      best = {static_cast<unsigned>(highest >> 32), INT32_MAX - static_cast<int>(static_cast<unsigned>(highest))};
+    }
+  } else {
+    if (cutter.rank > 0) return;
+    float2* const values = reinterpret_cast<float2*>(row.scores);
+    best = draw_of_few(cutter, row, few, values);
+    if (of.highest != nullptr) return;
+    best = best_of_block(best);
+  }
+  if (select.rows > 1) {
+    if (threadIdx.x == 0) static_cast<Candidate<float>*>(select.candidates)[row.row] = best;
+    return;
+  }
+  if (threadIdx.x == 0) best_of_row = best;
+  __syncthreads();
+  end_step(select, &best_of_row, 1);
 }
 
 int chunks_of_block(int64_t vocabulary, int blocks) {
@@ -226,17 +328,23 @@ size_t bytes_of_block(int64_t vocabulary, int blocks) {
 }
 
 bool needs_scratch(int64_t vocabulary, int blocks) {
-  return !fits_block(sample_kernel<float>, bytes_of_block(vocabulary, blocks));
+  return !fits_block(sample_kernel<float, true>, bytes_of_block(vocabulary, blocks));
 }
 
 template <typename T>
 cudaError_t launch_as(const DecodeSample& sample, cudaStream_t stream) {
   const DecodeSelect& select = sample.select;
-  const SampleRows rows = {sample, ScoreArithmetic<float>(select.edits), chunks_of_block(select.vocabulary, sample.blocks)};
+  const SampleRows rows = {sample, ScoreArithmetic<float>(select.edits), chunks_of_block(select.vocabulary, sample.blocks),
+                           TorchDraw(select.rows * select.vocabulary)};
+  const auto kernel = sample.scratch == nullptr ? sample_kernel<T, true> : sample_kernel<T, false>;
   const size_t shared_bytes = sample.scratch == nullptr ? bytes_of_block(select.vocabulary, sample.blocks) : 0;
   const LaunchShape shape{static_cast<unsigned>(select.rows * sample.blocks), kThreads, shared_bytes,
                           static_cast<unsigned>(sample.blocks)};
-  return launch_dependent(sample_kernel<T>, rows, shape, select.pdl, stream);
+  constexpr int kPortableBlocks = 8;
+  if (sample.blocks > kPortableBlocks) {
+    cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  return launch_dependent(kernel, rows, shape, select.pdl, stream);
 }
 
 }  // namespace
@@ -245,8 +353,7 @@ extern "C" int64_t fuseopt_decode_sample_blocks(int64_t rows, int64_t vocabulary
   const int64_t chunks = chunks_of(vocabulary, kChunk), most_chunks = RowCutter::kMostPlaces / kChunk;
   const int most = is_sm90_or_newer() ? RowCutter::kMostBlocks : 1;
   int blocks = 1;
-  while (blocks < most && blocks < chunks &&
-         (chunks > blocks * most_chunks || 2 * rows * blocks <= multiprocessor_count())) {
+  while (blocks < most && blocks < chunks && (chunks > blocks * most_chunks || rows * blocks <= multiprocessor_count())) {
     blocks *= 2;
   }
   return chunks > blocks * most_chunks ? 0 : blocks;
@@ -267,9 +374,9 @@ extern "C" cudaError_t fuseopt_decode_sample(DecodeSample sample, cudaStream_t s
     case kFloat32: error = launch_as<float>(sample, stream); break;
     case kFloat64: break;  // refused by the binding
   }
-  if (error != cudaSuccess) return error;
+  if (error != cudaSuccess || sample.select.rows == 1 || sample.highest != nullptr) return error;
   DecodeSelect finish = sample.select;
-  finish.chunks = sample.blocks;
+  finish.chunks = 1;
   finish.has_candidates = finish.pdl = true;
   return fuseopt_decode_select(finish, stream);
 }

@@ -3,8 +3,8 @@
 #include <cassert>
 
 #include "cuda/common/dependent_launch.cuh"
+#include "cuda/decode/select/end_of_step.cuh"
 #include "cuda/decode/select/logits_chunk.cuh"
-#include "cuda/decode/select/score_candidate.cuh"
 
 namespace fuseopt::decode_select {
 namespace {
@@ -15,7 +15,6 @@ constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kPerThread = 16;
 constexpr int kChunk = kThreads * kPerThread;
 constexpr int kMaxFinishThreads = 1024;
-constexpr int kCandidatesAtOnce = 10;  // loads in flight per thread; as many as candidates of a head's blocks
 
 template <typename T>
 using AccOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -85,66 +84,11 @@ __global__ void __launch_bounds__(kThreads) chunk_kernel(const __grid_constant__
   if (lane == 0) static_cast<Candidate<Acc>*>(select.candidates)[row * gridDim.y + blockIdx.y] = best;
 }
 
-// Lanes per row: as many as it has chunks, rounded up to a power of two, at most a warp.
-__host__ __device__ inline int lanes_for(int64_t chunks) {
-  int lanes = 1;
-  while (lanes < chunks && lanes < kWarpSize) lanes *= 2;
-  return lanes;
-}
-
 template <typename Acc>
 __global__ void __launch_bounds__(kMaxFinishThreads) finish_kernel(const __grid_constant__ DecodeSelect select) {
-  const int chunks = static_cast<int>(select.chunks), lanes = lanes_for(chunks);
-  const int lane = threadIdx.x % lanes, rows_at_once = blockDim.x / lanes;
   let_successor_start();
   wait_for_predecessor();
-  // All loads are issued before the first result is used.
-  const int64_t column = *select.length, pad = *select.pad, first_eos = select.eos_count > 0 ? select.eos[0] : -1;
-  int64_t counts[DecodeSelect::kMaxCounters];
-#pragma unroll
-  for (int c = 0; c < DecodeSelect::kMaxCounters; ++c) {
-    if (c < select.counter_count && threadIdx.x < select.counter_sizes[c]) counts[c] = select.counters[c][threadIdx.x];
-  }
-  bool going = false;
-  for (int64_t first = 0; first < select.rows; first += rows_at_once) {
-    const int64_t row = first + threadIdx.x / lanes;
-    const bool is_row = row < select.rows;
-    bool unfinished = is_row && select.unfinished[row];
-    const auto* const candidates = static_cast<const Candidate<Acc>*>(select.candidates) + row * chunks;
-    Candidate<Acc> best;
-    for (int c = lane; is_row && c < chunks; c += kCandidatesAtOnce * lanes) {
-      Candidate<Acc> loaded[kCandidatesAtOnce];
-#pragma unroll
-      for (int i = 0; i < kCandidatesAtOnce; ++i) {
-        if (c + i * lanes < chunks) loaded[i] = candidates[c + i * lanes];
-      }
-#pragma unroll
-      for (const auto& candidate : loaded) best.consider(candidate);
-    }
-    if (lanes == kWarpSize) best.reduce();
-    else best.reduce(lanes);
-    if (lane > 0 || !is_row) continue;
-    const int64_t token = unfinished ? best.token : pad;
-    unfinished = unfinished && (select.eos_count == 0 || token != first_eos);
-    for (int64_t i = 1; i < select.eos_count; ++i) unfinished = unfinished && token != select.eos[i];
-    select.tokens[row] = token;
-    select.unfinished[row] = unfinished;
-    if (column >= 0 && column < select.ids_columns) {
-      select.ids[row * select.ids_row_stride + column * select.ids_column_stride] = token;
-    }
-    going = going || unfinished;
-  }
-  going = __syncthreads_or(going);
-  if (threadIdx.x == 0) {
-    select.going[std::clamp<int64_t>(column, 0, select.going_count - 1)] = going;
-    *select.length = column + 1;
-  }
-#pragma unroll
-  for (int c = 0; c < DecodeSelect::kMaxCounters; ++c) {
-    if (c >= select.counter_count) continue;
-    if (threadIdx.x < select.counter_sizes[c]) select.counters[c][threadIdx.x] = counts[c] + 1;
-    for (int64_t i = threadIdx.x + blockDim.x; i < select.counter_sizes[c]; i += blockDim.x) ++select.counters[c][i];
-  }
+  end_step(select, static_cast<const Candidate<Acc>*>(select.candidates), static_cast<int>(select.chunks));
 }
 
 template <typename Acc>

@@ -1,0 +1,281 @@
+// decode_attention for 16-bit caches whose heads of keys serve a group of queries each, with rotation, norms, windows and
+// soft caps, and for long caches.
+//
+// A head of keys of an item has one or several blocks, which read each key once for up to 8 queries: a group's, or those
+// of several beams. More queries have further blocks, which find the keys in the L2 cache. The warps take tiles of keys
+// in turn, through stages in shared memory as in many_rows.cuh. Meanwhile the queries and the new key are normalised and
+// rotated; they are shared by the block's warps. Parts are merged in a block, then in a cluster of up to 16 blocks. A
+// long cache has more blocks: they leave their parts in global memory, and a second kernel merges them.
+#pragma once
+
+#include "cuda/decode/attention/head_rotation.cuh"
+#include "cuda/common/vector.cuh"
+#include "cuda/decode/attention/many_rows.cuh"
+
+namespace fuseopt {
+
+constexpr int kMaxGroupedWarps = 8;
+
+// Warps of a block, blocks of a head of keys, and stages of a warp. The blocks are a cluster, unless `leaves_parts`.
+struct GroupedShape {
+  unsigned warps, blocks;
+  int stages;
+  bool leaves_parts;
+};
+
+struct GroupedAttention {
+  DecodeAttention attention;
+  int blocks, stages;
+  bool leaves_parts;  // in `attention.workspace`
+};
+
+// The part of one block in the workspace: [rows, heads, blocks] of stats and `head_dim` weighted values.
+__device__ inline float* part_of(const DecodeAttention& attention, int64_t row_and_head, int blocks, int block) {
+  return attention.workspace + (row_and_head * blocks + block) * (attention.head_dim + 2);
+}
+
+template <typename T, int kDims>
+struct GroupedMemory {
+  using Tile = SharedTile<T, kDims>;
+  static constexpr int kTiles = kTileStageBytes > sizeof(Tile) ? kTileStageBytes / sizeof(Tile) : 1;
+  static constexpr int kKeys = kTiles * kTileKeys;
+  using Tiles = Tile[kTiles];
+  static constexpr int kPitch = kDims + 8;  // so that rows are in different banks
+  static constexpr int kVectors = kTileQueries + 2;
+
+  T vectors[kVectors][kPitch];  // queries, then the new key and value
+  float merged[kTileQueries][kDims];  // of this block
+  PartStats stats[kTileQueries];
+  float scratch[kMaxGroupedWarps * kWarpSize * LaneRotation<float>::kScratch];
+
+  static constexpr size_t fixed_bytes() { return (sizeof(GroupedMemory) + kRingAlignment - 1) / kRingAlignment * kRingAlignment; }
+  static size_t bytes(const GroupedShape& shape) { return fixed_bytes() + sizeof(Tiles) * shape.warps * shape.stages; }
+};
+
+template <typename T, int kDims>
+__global__ void __launch_bounds__(kMaxGroupedWarps* kWarpSize, kDims > 128 ? 1 : 2)
+    decode_attention_grouped_kernel(const __grid_constant__ GroupedAttention grouped) {
+  using Memory = GroupedMemory<T, kDims>;
+  using Tile = typename Memory::Tile;
+  using Tiles = typename Memory::Tiles;
+  using Result = SharedResult<T, kDims>;
+  constexpr int kKeys = Memory::kKeys, kPieces = Tile::kPieces;
+  static_assert(sizeof(Result) <= sizeof(Tiles));
+  let_successor_start();
+  const DecodeAttention& attention = grouped.attention;
+  const int lane = threadIdx.x % kWarpSize, own = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
+  const int blocks = grouped.blocks, rank = static_cast<int>(blockIdx.x) % blocks;
+  const int head_dim = static_cast<int>(attention.head_dim), group = static_cast<int>(attention.group);
+  const int beams = static_cast<int>(attention.queries_per_kv) / group;  // rows that share an item
+  const unsigned item = blockIdx.x / blocks, kv_head = blockIdx.y, kv_heads = gridDim.y, heads = kv_heads * group;
+  const int first_query = blockIdx.z * kTileQueries;
+  const int queries = min(beams * group - first_query, kTileQueries);
+  // Without a division where an item has one row.
+  const auto row_of = [&](int query) { return beams == 1 ? item : item * beams + (first_query + query) / group; };
+  const auto head_of = [&](int query) {
+    return kv_head * group + (beams == 1 ? first_query + query : (first_query + query) % group);
+  };
+  const unsigned row = item * beams;  // the only one if there is an ancestry or a new key
+  const bool has_token = attention.key.data != nullptr, has_piece = Tile::own_piece() * 8 < head_dim;
+  extern __shared__ __align__(kRingAlignment) char grouped_shared[];
+  auto& memory = *reinterpret_cast<Memory*>(grouped_shared);
+  Tiles* const stages = reinterpret_cast<Tiles*>(grouped_shared + Memory::fixed_bytes()) + own * grouped.stages;
+
+  const int capacity = static_cast<int>(attention.capacity);
+  const int64_t head_size = static_cast<int64_t>(capacity) * head_dim, row_size = kv_heads * head_size;
+  const int64_t head_offset = item * row_size + kv_head * head_size;
+  T* const key_cache = static_cast<T*>(attention.key_cache) + head_offset;
+  T* const value_cache = static_cast<T*>(attention.value_cache) + head_offset;
+  const Lengths lengths(attention, item);
+  const LaneRotation<float> rotation(attention.rotation, row, Tile::own_piece() * 8, head_dim);
+  FilledPlaces places(attention, lengths);
+  if (attention.window > 0) {
+    places.start = max(places.start, places.end - static_cast<int>(attention.window));
+    places.first = max(places.first, min(places.start, places.end - 1));
+  }
+  const int written = places.token >= 0 ? places.token : places.end;  // places before it are already in the cache
+  const int step = blocks * warps * kKeys;
+  const auto place_of_lane = [&](int base) { return min(base + lane % kKeys, capacity - 1); };
+  const auto mask_of_lane = [&](int base) { return mask_of(attention, item, place_of_lane(base)); };
+  const auto ancestor_of_lane = [&](int base) {
+    return attention.ancestry == nullptr ? row : ancestor_of(attention, row, place_of_lane(base));
+  };
+  // Evicted first, as in many_rows.cuh, unless other blocks read the same keys.
+  const uint64_t policy = evict_first();
+  const auto fetch = [&](Tiles& tiles, int base, unsigned ancestor) {
+    const int place = base + Tile::own_key();
+    const int64_t from = static_cast<int64_t>(place) * head_dim + Tile::own_piece() * 8;
+    const auto offset_of = [&](int key) {
+      const unsigned source = __shfl_sync(kFullWarp, ancestor, key + Tile::own_key());
+      return static_cast<int>(source - row) * row_size + key * head_dim;
+    };
+    const int there = has_piece ? written - place : 0;
+    if (gridDim.z == 1) Tile::fetch(tiles, key_cache + from, value_cache + from, there, offset_of, policy);
+    else Tile::fetch(tiles, key_cache + from, value_cache + from, there, offset_of);
+  };
+
+  int base = places.first + (rank * warps + own) * kKeys;
+  unsigned next_ancestor = ancestor_of_lane(base);
+#pragma unroll 1
+  for (int s = 0; s < grouped.stages; ++s) {
+    const unsigned ancestor = next_ancestor;
+    next_ancestor = ancestor_of_lane(base + (s + 1) * step);
+    if (base + s * step < places.end) fetch(stages[s], base + s * step, ancestor);
+    end_copy_group();
+  }
+  unsigned next_mask = mask_of_lane(base);
+  wait_for_predecessor();
+
+  // Queries, and the new key and value: kPieces lanes take one.
+  const int vectors = has_token ? queries + 2 : queries;
+  constexpr int kTogether = kWarpSize / kPieces;
+#pragma unroll 1
+  for (int first = own * kTogether; first < vectors; first += warps * kTogether) {
+    const int vector = first + lane / kPieces;
+    const HeadPart part = vector < queries    ? HeadPart::kQuery
+                          : vector == queries ? HeadPart::kKey
+                                              : HeadPart::kValue;
+    Vector<T, 8> piece = {};
+    if (vector < vectors && has_piece) {
+      const auto& of_heads = part == HeadPart::kQuery ? attention.query
+                             : part == HeadPart::kKey ? attention.key
+                                                      : attention.value;
+      const unsigned of_row = part == HeadPart::kQuery ? row_of(vector) : row;
+      const unsigned of_head = part == HeadPart::kQuery ? head_of(vector) : kv_head;
+      const T* const from = static_cast<const T*>(of_heads.data) + of_row * of_heads.row_stride + of_head * of_heads.head_stride;
+      const uint4 loaded = __ldcg(reinterpret_cast<const uint4*>(from) + Tile::own_piece());
+      piece = reinterpret_cast<const Vector<T, 8>&>(loaded);
+    }
+    float x[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = piece[i];
+    constexpr int kScratch = LaneRotation<float>::kScratch;
+    rotation.apply<kPieces>(x, part, memory.scratch + (threadIdx.x - lane % kPieces) * kScratch);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) piece.values[i] = from_acc<T>(x[i]);
+    if (vector < vectors) reinterpret_cast<Vector<T, 8>*>(memory.vectors[vector])[Tile::own_piece()] = piece;
+  }
+  __syncthreads();
+  unsigned query[kPieces] = {};
+  if (lane / 4 < queries) {
+    const auto pairs = reinterpret_cast<const unsigned*>(memory.vectors[lane / 4]) + lane % 4;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) query[i] = pairs[i * 4];
+  }
+
+  const float scale = attention.score_scale;
+  const float cap = static_cast<float>(attention.softcap), cap_scale = cap > 0 ? scale / (cap * kLog2E) : 0.f;
+  Attended<T, kDims> attended;
+#pragma unroll 1
+  for (int stage = 0; base < places.end; base += step, stage = stage + 1 < grouped.stages ? stage + 1 : 0) {
+    Tiles& tiles = stages[stage];
+    const int place = base + lane % kKeys;
+    const bool is_kept = next_mask != 0 && places.has(place);
+    const unsigned kept = __ballot_sync(kFullWarp, is_kept);
+    const unsigned dropped = __ballot_sync(kFullWarp, !is_kept && place < places.end);
+    next_mask = mask_of_lane(base + step);
+    if (grouped.stages == 1) await_copy_groups<0>();
+    else if (grouped.stages == 2) await_copy_groups<1>();
+    else await_copy_groups<2>();
+    __syncwarp();
+    const int token_key = places.token - base;
+    if (token_key >= 0 && token_key < kKeys) {
+#pragma unroll
+      for (int i = lane; i < 2 * kPieces; i += kWarpSize) {
+        const bool is_value = i >= kPieces;
+        const uint4 piece = reinterpret_cast<const uint4*>(memory.vectors[queries + is_value])[Tile::own_piece()];
+        Tile::put(tiles, token_key, is_value, piece);
+        T* const to = (is_value ? value_cache : key_cache) + static_cast<int64_t>(places.token) * head_dim;
+        if (has_piece && blockIdx.z == 0) reinterpret_cast<uint4*>(to)[Tile::own_piece()] = piece;
+      }
+      __syncwarp();
+    }
+    attended.add_scored(tiles, query, queries, dropped, [&](float (&scores)[Memory::kTiles][4], int q) {
+      const auto for_each = [&](auto change) {
+#pragma unroll
+        for (int i = 0; i < Memory::kTiles * 2; ++i) change(scores[i / 2][i % 2 * 2 + q], i * 8 + lane / 4);
+      };
+      if (cap > 0) for_each([&](float& score, int) { score = cap * kLog2E * tanhf(score * cap_scale); });
+      else for_each([&](float& score, int) { score *= scale; });
+      if (attention.bias.data != nullptr) {
+        const unsigned head = head_of(lane % 4 * 2 + q);
+        for_each([&](float& score, int key) { score += bias_of<T>(attention, places, head, base + key); });
+      }
+      for_each([&](float& score, int key) { score = kept >> key & 1 ? score : -INFINITY; });
+    });
+    __syncwarp();
+    const unsigned ancestor = next_ancestor;
+    next_ancestor = ancestor_of_lane(base + (grouped.stages + 1) * step);
+    if (base + grouped.stages * step < places.end) fetch(tiles, base + grouped.stages * step, ancestor);
+    end_copy_group();
+  }
+
+  reinterpret_cast<Result*>(stages)->leave(attended, queries);
+  __syncthreads();
+  const auto result_of = [&](int warp) { return reinterpret_cast<const Result*>(stages + (warp - own) * grouped.stages); };
+  // Two neighbouring dimensions a thread, over `count` parts; unrolled, so that all loads are in flight.
+  const auto merge = [&](auto most, int count, auto stats_of, auto values_of, float2& merged) {
+    PartStats all, stats[most];
+#pragma unroll
+    for (int part = 0; part < most; ++part) {
+      if (part < count) stats[part] = stats_of(part);
+      all.largest = fmaxf(all.largest, stats[part].largest);
+    }
+    merged = {};
+#pragma unroll
+    for (int part = 0; part < most; ++part) {
+      if (part >= count) continue;
+      const float factor = factor_of_part(stats[part].largest, all.largest);
+      const float2 values = values_of(part);
+      all.sum += factor * stats[part].sum;
+      merged.x += factor * values.x;
+      merged.y += factor * values.y;
+    }
+    return all;
+  };
+  const auto index_of = [&](int query) { return uint64_t(row_of(query)) * heads + head_of(query); };
+  const auto store = [&](int query, int dim, float2 merged, float sum) {
+    const float reciprocal = reciprocal_of_sum(sum);
+    T* const output = static_cast<T*>(attention.output) + index_of(query) * head_dim + dim;
+    *reinterpret_cast<unsigned*>(output) = packed<T>(merged.x * reciprocal, merged.y * reciprocal);
+  };
+  constexpr int kPairs = kDims / 2;
+  for (int index = threadIdx.x; index < queries * kPairs; index += blockDim.x) {
+    const int q = index / kPairs, dim = index % kPairs * 2;
+    if (dim >= head_dim) continue;
+    float2 merged;
+    const PartStats all = merge(
+        IntTag<kMaxGroupedWarps>{}, warps,
+        [&](int warp) { return PartStats{result_of(warp)->largest[q], result_of(warp)->sum[q]}; },
+        [&](int warp) { return reinterpret_cast<const float2&>(result_of(warp)->values[q][dim]); }, merged);
+    if (grouped.leaves_parts) {
+      float* const part = part_of(attention, index_of(q), blocks, rank);
+      *reinterpret_cast<float2*>(part + 2 + dim) = merged;
+      if (dim == 0) *reinterpret_cast<PartStats*>(part) = all;
+    } else if (blocks > 1) {
+      reinterpret_cast<float2&>(memory.merged[q][dim]) = merged;
+      if (dim == 0) memory.stats[q] = all;
+    } else {
+      store(q, dim, merged, all.sum);
+    }
+  }
+  if (blocks == 1 || grouped.leaves_parts) return;
+  cluster_barrier();
+  const auto remote = [&](const float& value, int block) {
+    return __uint_as_float(load_from_block(reinterpret_cast<const unsigned*>(&value), block));
+  };
+  for (int index = rank * blockDim.x + threadIdx.x; index < queries * kPairs; index += blocks * blockDim.x) {
+    const int q = index / kPairs, dim = index % kPairs * 2;
+    if (dim >= head_dim) continue;
+    float2 merged;
+    const PartStats all = merge(
+        IntTag<kMaxClusterSize>{}, blocks,
+        [&](int block) { return PartStats{remote(memory.stats[q].largest, block), remote(memory.stats[q].sum, block)}; },
+        [&](int block) { return float2{remote(memory.merged[q][dim], block), remote(memory.merged[q][dim + 1], block)}; },
+        merged);
+    store(q, dim, merged, all.sum);
+  }
+  cluster_barrier();  // the others' memory is read until here
+}
+
+}  // namespace fuseopt
