@@ -254,7 +254,7 @@ class Search:
         left = self._limit - self._passed()
         if left > seconds:
             return None
-        why = "after" if left <= 0 else "compiling takes longer than is left of"
+        why = "after" if left <= 0 else "compiling exceeds"
         return dataclasses.replace(row, note=row.note or f"{NOT_MEASURED}{why} the time limit of {self._limit:g} s")
 
     def _note(self, best: Best, note: str) -> None:
