@@ -1,4 +1,4 @@
-"""The exact class of each child in GPT-2 and T5, and a search for modules of another class.
+"""The exact class of each child in GPT-2, T5 and the families with a decode step, and a search for other classes.
 
 Code that reads a child's weights or bypasses its forward relies on these classes. For example it skips a Dropout in
 eval mode and reads a Conv1D's weight as [in, out].

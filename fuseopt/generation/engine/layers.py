@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fuseopt import ops
 from fuseopt.modules.base import full_name, source_class
 from fuseopt.ops import registry
-from fuseopt.ops.decode.linear import ACTIVATIONS, NORMS, is_fast
+from fuseopt.ops.decode.linear import ACTIVATIONS, FEW_ROWS, NORMS, is_fast
 from fuseopt.tuning import multiprocessors, tuned
 
 # A name in `ACTIVATIONS`, or a module that is called.
@@ -245,7 +245,9 @@ def _by_library(
         output = torch._addmm_activation(bias, input, weight.T, use_gelu=is_gelu)
     else:
         output = _products(input, layer)
-        if gated:
+        if gated and output.is_cuda and isinstance(activation, str):
+            output = ops.gated_activation(output[:, : len(weight)], output[:, len(weight) :], activation)
+        elif gated:
             output = _activated(output[:, : len(weight)], activation) * output[:, len(weight) :]
         else:
             output = _activated(output, activation)

@@ -38,7 +38,7 @@ struct DecodeLinear {
   bool gated;
   bool pdl;         // may start before the previous kernel on the stream has ended
   const void* prefetch[kMaxWeights];  // weights to prefetch into the L2 cache, or null
-  int64_t prefetch_bytes;             // of each
+  int64_t prefetch_bytes[kMaxWeights];
   TypedPointer output;  // [rows, sum of widths], or [rows, out_features] if gated
   const float* split_k_partials;  // [kSplitK, rows, in_features] to be added to `input`; or null
   void* sum;  // with `split_k_partials`: that sum, [rows, in_features] of the input's dtype
@@ -112,6 +112,7 @@ struct DecodeAttention {
   double scale;
   bool pdl;  // may start before the previous kernel on the stream has ended
   void* output;  // [rows, heads, head_dim]
+  float* workspace;  // fuseopt_decode_attention_workspace floats, written before they are read
   float score_scale;  // `scale` for scores in powers of two; set by the launcher
 
   bool has_rotation() const {

@@ -30,11 +30,11 @@ enum class HeadPart { kQuery, kKey, kValue };
 template <typename Acc>
 class LaneRotation {
  public:
-  // Elements of shared memory for each lane. Partners are read from there, without bank conflicts.
+  // Elements of shared memory for each lane, for partners at any distance, without bank conflicts.
   static constexpr int kScratch = kLaneDims + 1;
 
   __device__ LaneRotation(const HeadRotation& rotation, int64_t row, int dim, int head_dim)
-      : rotation_(rotation), dim_(dim), head_dim_(head_dim) {
+      : rotation_(rotation), dim_(dim), head_dim_(head_dim), reciprocal_dim_(Acc(1) / head_dim) {
     if (rotation.table != nullptr) {
       const int64_t last = rotation.positions - 1;
       const int64_t position = min(max(integer_at(rotation.row_positions, row), int64_t(0)), last);
@@ -42,10 +42,10 @@ class LaneRotation {
       const int pairs = rotation.rotated / 2;
 #pragma unroll
       for (int i = 0; i < kLaneDims; ++i) {
-        if (dim + i >= rotation.rotated) continue;
         const int pair = rotation.interleaved ? (dim + i) / 2 : dim + i - (is_first(i) ? 0 : pairs);
-        cos_[i] = line[pair];
-        sin_[i] = line[pairs + pair];
+        const int there = dim + i < rotation.rotated ? pair : 0;  // loads without branches are in flight together
+        cos_[i] = line[there];
+        sin_[i] = is_first(i) ? -line[pairs + there] : line[pairs + there];
       }
     }
     load_weight(rotation.q_norm, q_weight_);
@@ -60,7 +60,7 @@ class LaneRotation {
       Acc squares = 0;
 #pragma unroll
       for (int i = 0; i < kLaneDims; ++i) squares += x[i] * x[i];
-      const Acc mean = warp_reduce<Sum, kLanes>(squares) / Acc(head_dim_);
+      const Acc mean = warp_reduce<Sum, kLanes>(squares) * reciprocal_dim_;
       const Acc factor = reciprocal_root(mean + Acc(rotation_.eps));
       const bool has_norm = part == HeadPart::kQuery ? rotation_.q_norm.data != nullptr
                                                      : part == HeadPart::kKey && rotation_.k_norm.data != nullptr;
@@ -70,17 +70,30 @@ class LaneRotation {
       }
     }
     if (rotation_.table == nullptr) return;
+    const int rotated = part == HeadPart::kValue ? 0 : rotation_.rotated, half = rotation_.rotated / 2;
+    Acc partners[kLaneDims];
+    if (rotation_.interleaved) {
 #pragma unroll
-    for (int i = 0; i < kLaneDims; ++i) scratch[place_of(dim_ + i)] = x[i];
-    __syncwarp();
+      for (int i = 0; i < kLaneDims; ++i) partners[i] = x[i ^ 1];
+    } else if (half % kLaneDims == 0) {
+      const int lane = threadIdx.x % kWarpSize, apart = half / kLaneDims;
+      const int source = dim_ < half ? lane + apart : dim_ < 2 * half ? lane - apart : lane;
+#pragma unroll
+      for (int i = 0; i < kLaneDims; ++i) partners[i] = __shfl_sync(kFullWarp, x[i], source);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLaneDims; ++i) scratch[place_of(dim_ + i)] = x[i];
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kLaneDims; ++i) {
+        if (dim_ + i < 2 * half) partners[i] = scratch[place_of(dim_ + i + (is_first(i) ? half : -half))];
+      }
+      __syncwarp();
+    }
 #pragma unroll
     for (int i = 0; i < kLaneDims; ++i) {
-      if (part == HeadPart::kValue || dim_ + i >= rotation_.rotated) continue;
-      const int apart = rotation_.interleaved ? 1 : rotation_.rotated / 2;
-      const Acc partner = scratch[place_of(dim_ + i + (is_first(i) ? apart : -apart))];
-      x[i] = is_first(i) ? x[i] * cos_[i] - partner * sin_[i] : x[i] * cos_[i] + partner * sin_[i];
+      if (dim_ + i < rotated) x[i] = x[i] * cos_[i] + partners[i] * sin_[i];
     }
-    __syncwarp();
   }
 
  private:
@@ -91,16 +104,35 @@ class LaneRotation {
 
   __device__ static int place_of(int dim) { return dim + dim / kLaneDims; }
 
-  __device__ void load_weight(TypedPointer norm, Acc (&weight)[kLaneDims]) const {
-    if (norm.data == nullptr) return;
+  template <typename Weight>
+  __device__ void load_weight_as(const void* norm, Acc (&weight)[kLaneDims]) const {
+    Weight loaded[kLaneDims] = {};
 #pragma unroll
     for (int i = 0; i < kLaneDims; ++i) {
-      if (dim_ + i < head_dim_) weight[i] = load_as<Acc>(norm, dim_ + i) + Acc(rotation_.offset);
+      if (dim_ + i < head_dim_) loaded[i] = static_cast<const Weight*>(norm)[dim_ + i];
+    }
+#pragma unroll
+    for (int i = 0; i < kLaneDims; ++i) {
+      if constexpr (std::is_same_v<Weight, double>) weight[i] = static_cast<Acc>(loaded[i]);
+      else weight[i] = to_float(loaded[i]);
+      weight[i] += static_cast<Acc>(rotation_.offset);
+    }
+  }
+
+  __device__ void load_weight(TypedPointer norm, Acc (&weight)[kLaneDims]) const {
+    if (norm.data == nullptr) return;
+    switch (static_cast<DType>(norm.dtype)) {
+      case kFloat32: return load_weight_as<float>(norm.data, weight);
+      case kFloat16: return load_weight_as<__half>(norm.data, weight);
+      case kBFloat16: return load_weight_as<__nv_bfloat16>(norm.data, weight);
+      case kFloat64: return load_weight_as<double>(norm.data, weight);
     }
   }
 
   const HeadRotation& rotation_;
   const int dim_, head_dim_;
+  const Acc reciprocal_dim_;
+  // The sines of the first of a pair are negative.
   Acc cos_[kLaneDims] = {}, sin_[kLaneDims] = {}, q_weight_[kLaneDims] = {}, k_weight_[kLaneDims] = {};
 };
 

@@ -1,141 +1,15 @@
 // decode_linear for float32 weights and 1 to 16 rows, in multiply-adds: the tensor cores have no product of float32, and
 // at so few rows reading the weight takes longer than the multiply-adds. A block computes strips of output columns, one
-// after another; its warps split K. Each thread copies its own part of the weight into a ring of shared memory, from before
-// the wait for the previous kernel on, and reads it back itself, so copies need no barrier. A ring is small enough for a
-// block of the next kernel to fit beside it and load meanwhile.
+// after another; its warps split K. Each warp copies its own part of the weight into a ring of shared memory, from before
+// the wait for the previous kernel on. A ring is small enough for a block of the next kernel to fit beside it and load
+// meanwhile.
 #pragma once
 
-#include "cuda/common/async_copy.cuh"
-#include "cuda/decode/linear/params.cuh"
-#include "cuda/decode/select/score_candidate.cuh"
+#include "cuda/decode/linear/fma_plan.cuh"
+#include "cuda/decode/linear/fma_rows.cuh"
 #include "cuda/decode/select/token_rules.cuh"
 
 namespace fuseopt {
-
-constexpr int kFmaThreads = 256, kFmaWarps = kFmaThreads / kWarpSize;
-constexpr int kFmaMostRows = 16;
-// Of what a thread multiplies at a time: so many columns and so many k, one 16-byte access each in either layout.
-constexpr int kFmaTile = 4;
-// TUNED: measurement not recorded; `fuseopt bench kernels --model gpt2` measures it.
-constexpr int kFmaStages = 6;
-constexpr int kFmaStageBytes = kFmaThreads * kFmaTile * kAccessBytes;
-
-struct FmaLayer : MmaLayer<float> {
-  int stages;       // of K, in a strip
-  int slots;        // of the ring: stages that it holds
-  int copy_groups;  // of a stage, for those of all slots to be kFmaStages
-  int held_k;       // of each row in shared memory: whole stages
-  int share;        // of K, of each y of the grid if split_k: in_features otherwise
-  bool is_gated, is_split_k;
-  Candidate<float>* best;  // of each row, for each block: its highest output; or null
-  TokenRules rules;        // by which outputs are compared
-  const int64_t* sequence_length;
-};
-
-// How lanes share a stage of the weight. kColumnLanes: neighbouring lanes have neighbouring columns, the others K.
-template <int kColumnLanes>
-struct FmaShape {
-  static constexpr int kColumns = kColumnLanes * kFmaTile;  // of a strip, half of them each weight's if gated
-  static constexpr int kWarpK = kWarpSize / kColumnLanes * kFmaTile;
-  static constexpr int kStageK = kFmaWarps * kWarpK;
-};
-
-// A thread's way through a weight: its part of each stage, of one strip after another.
-template <Layout kLayout, int kColumnLanes>
-class FmaStream {
-  using Shape = FmaShape<kColumnLanes>;
-
- public:
-  // `outputs`: columns of the weight; `columns`: of K.
-  __device__ FmaStream(const FmaLayer& layer, int strip, int k, int place, int outputs, int columns)
-      : layer_(layer), outputs_(outputs), columns_(columns), k_(k) {
-    const int width = layer.is_gated ? Shape::kColumns / 2 : Shape::kColumns;
-    const bool is_gate = place >= width;
-    place_ = is_gate ? place - width : place;
-    column_ = strip * width + place_;
-    const float* const weight = layer.weights[is_gate ? 1 : blockIdx.y];
-    from_ = weight + (kLayout == Layout::kColMajorKN ? offset(k) + column_ : offset(column_) + k);
-  }
-
-  // Starts the copies of the thread's part of the next stage; a group of none at the end.
-  __device__ void fetch(char* stage) {
-    if (column_ - place_ < outputs_) {  // there is such a strip
-#pragma unroll
-      for (int i = 0; i < kFmaTile; ++i) {
-        const bool is_column = column_ + (kLayout == Layout::kColMajorKN ? 0 : i) < outputs_;
-        copy_async(stage + place(i), from_ + offset(i), is_column && k_ < columns_);
-      }
-      k_ += Shape::kStageK;
-      from_ += along_k(Shape::kStageK);
-      if (++stage_ == layer_.stages) {
-        const int back = layer_.stages * Shape::kStageK, width = layer_.is_gated ? Shape::kColumns / 2 : Shape::kColumns;
-        const int step = static_cast<int>(gridDim.x);
-        stage_ = 0;
-        k_ -= back;
-        column_ += step * width;
-        from_ += (kLayout == Layout::kColMajorKN ? static_cast<int64_t>(step) * width : offset(step * width)) - along_k(back);
-      }
-    }
-#pragma unroll 1
-    for (int g = 0; g < layer_.copy_groups; ++g) end_copy_group();
-  }
-
-  // The thread's part of a stage: lines of k of a weight [K, N], else columns.
-  static __device__ void load(const char* stage, float4 (&lines)[kFmaTile]) {
-#pragma unroll
-    for (int i = 0; i < kFmaTile; ++i) lines[i] = *reinterpret_cast<const float4*>(stage + place(i));
-  }
-
- private:
-  static __device__ int place(int i) { return (i * kFmaThreads + static_cast<int>(threadIdx.x)) * kAccessBytes; }
-  __device__ int64_t offset(int lines) const { return static_cast<int64_t>(lines) * layer_.weight_stride; }
-  __device__ int64_t along_k(int k) const { return kLayout == Layout::kColMajorKN ? offset(k) : k; }
-
-  const FmaLayer& layer_;
-  const int outputs_, columns_;
-  int k_, column_, place_, stage_ = 0;
-  const float* from_;
-};
-
-// Adds up kCount values over lanes kDistance and further apart. Each lane keeps the sums of a part of the values: those
-// from `first` on, in the place of the first ones. Where lanes outnumber values, `is_owner` is left to one of each.
-template <int kCount, int kDistance>
-__device__ inline void sum_over_lanes(float* values, int& first, bool& is_owner) {
-  if constexpr (kDistance < kWarpSize) {
-    const bool is_upper = (threadIdx.x & kDistance) != 0;
-    if constexpr (kCount > 1) {
-      constexpr int kHalf = kCount / 2;
-#pragma unroll
-      for (int i = 0; i < kHalf; ++i) {
-        const float given = is_upper ? values[i] : values[i + kHalf], kept = is_upper ? values[i + kHalf] : values[i];
-        values[i] = kept + __shfl_xor_sync(kFullWarp, given, kDistance);
-      }
-      if (is_upper) first += kHalf;
-      sum_over_lanes<kHalf, 2 * kDistance>(values, first, is_owner);
-    } else {
-      values[0] += __shfl_xor_sync(kFullWarp, values[0], kDistance);
-      is_owner = is_owner && !is_upper;
-      sum_over_lanes<1, 2 * kDistance>(values, first, is_owner);
-    }
-  }
-}
-
-// The sum over the threads of a row: a warp, or kTeamWarps neighbouring ones, which meet. `scratch`: [kFmaWarps].
-template <int kTeamWarps>
-__device__ inline float sum_over_team(float value, float* scratch) {
-  value = warp_reduce<Sum>(value);
-  if constexpr (kTeamWarps > 1) {
-    const int warp = threadIdx.x / kWarpSize;
-    if (threadIdx.x % kWarpSize == 0) scratch[warp] = value;
-    __syncthreads();
-    value = 0.f;
-#pragma unroll
-    for (int w = 0; w < kTeamWarps; ++w) value += scratch[warp / kTeamWarps * kTeamWarps + w];
-  }
-  return value;
-}
-
-__device__ inline float4 operator+(const float4& a, const float4& b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
 // Where a block has what in shared memory, in floats behind its ring: rows [kRows][held_k]; of a norm, its weight and bias
 // [2][held_k]; sums of each warp [2][kFmaWarps][kRows][kColumns]; sums of warps over a row [2][kFmaWarps].
@@ -170,11 +44,11 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
 
   let_successor_start();
   int strip = static_cast<int>(blockIdx.x);
-  FmaStream<kLayout, kColumnLanes> weight(layer, strip, own_k, own_place, outputs, columns);
+  FmaStream<kLayout, kColumnLanes> weight(layer, strip, outputs, columns);
 #pragma unroll 1
-  for (int k = threadIdx.x * kFmaTile; kNorm && k < columns; k += kFmaThreads * kFmaTile) {
-    if (layer.norm_weight != nullptr) copy_async(scale + k, layer.norm_weight + k, true);
-    if (layer.norm_bias != nullptr) copy_async(shift + k, layer.norm_bias + k, true);
+  for (int k = threadIdx.x * kFmaTile; kNorm && k < held; k += kFmaThreads * kFmaTile) {
+    copy_async(scale + k, layer.norm_weight + k, layer.norm_weight != nullptr && k < columns);
+    copy_async(shift + k, layer.norm_bias + k, layer.norm_bias != nullptr && k < columns);
   }
   end_copy_group();
 #pragma unroll 1
@@ -212,66 +86,72 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
   RulesInForce rules;
   if (kNorm && layer.rules.of_tokens != nullptr) rules = RulesInForce(layer.rules, *layer.sequence_length);
   constexpr int kTeamWarps = kRows < kFmaWarps ? kFmaWarps / kRows : 1;
+  constexpr int kStep = kTeamWarps * kWarpSize * kFmaTile;
+  // TUNED: measurement not recorded; `fuseopt bench kernels --model gpt2` measures it.
+  constexpr int kLoads = 8 / kTeamWarps > 2 ? 8 / kTeamWarps : 2;  // of a lane, on the way at a time
+
+  const int member_k = (warp % kTeamWarps * kWarpSize + lane) * kFmaTile;
 #pragma unroll 1
   for (int r = warp / kTeamWarps; r < kRows; r += kFmaWarps) {
-    // TUNED: measurement not recorded; `fuseopt bench kernels --model gpt2` measures it.
-    constexpr int kLoads = 4;  // on the way at a time
-
-    constexpr int kStep = kTeamWarps * kWarpSize * kFmaTile;
-    const int member_k = (warp % kTeamWarps * kWarpSize + lane) * kFmaTile;
     const int64_t at = static_cast<int64_t>(r) * layer.in_features + first_k;
     const float* const from = static_cast<const float*>(layer.input) + at;
+    const float* const partials = kNorm ? layer.split_k_partials : nullptr;
+    const auto loaded = [&](int k) { return __ldcg(reinterpret_cast<const float4*>(from + k)); };
+    const auto with_partials = [&](const float4& value, int k) {
+      const auto partial = [&](int a) {
+        return __ldcg(reinterpret_cast<const float4*>(partials + a * static_cast<int64_t>(rows) * layer.in_features + at + k));
+      };
+      return partials == nullptr ? value : partial(0) + partial(1) + value;
+    };
     float* const row = x + r * held;
     const int there = r < rows ? columns : 0;
-    float sum = 0.f;
+    float4 values[kLoads];
+    RowSums sums;
 #pragma unroll 1
     for (int first = member_k; first < held; first += kLoads * kStep) {
-      float4 values[kLoads];
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         values[i] = {};
-        if (first + i * kStep < there) values[i] = __ldcg(reinterpret_cast<const float4*>(from + first + i * kStep));
+        if (first + i * kStep < there) values[i] = loaded(first + i * kStep);
       }
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         const int k = first + i * kStep;
-        if (kNorm && layer.split_k_partials != nullptr && k < there) {
-          const float* const partials = layer.split_k_partials + at + k;
-          const int64_t apart = static_cast<int64_t>(rows) * layer.in_features;
-          values[i] = __ldcg(reinterpret_cast<const float4*>(partials)) +
-                      __ldcg(reinterpret_cast<const float4*>(partials + apart)) + values[i];
+        if (partials != nullptr && k < there) {
+          values[i] = with_partials(values[i], k);
           if (layer.sum != nullptr && blockIdx.x == 0) *reinterpret_cast<float4*>(layer.sum + at + k) = values[i];
         }
         if (k < held) *reinterpret_cast<float4*>(row + k) = values[i];
-        sum += values[i].x + values[i].y + (values[i].z + values[i].w);
+        if constexpr (kNorm) sums.add(values[i]);
       }
     }
     if constexpr (kNorm) {
-      float* const teams = x + places.teams;
-      const float count = static_cast<float>(columns);
-      const float mean = layer.is_layer_norm ? sum_over_team<kTeamWarps>(sum, teams) / count : 0.f;
-      float squares = 0.f;
-#pragma unroll 1
-      for (int k = member_k; k < columns; k += kStep) {
-        const auto& values = *reinterpret_cast<const Vector<float>*>(row + k);
-#pragma unroll
-        for (int i = 0; i < kFmaTile; ++i) squares = fmaf(values[i] - mean, values[i] - mean, squares);
-      }
-      const float rstd = rsqrtf(sum_over_team<kTeamWarps>(squares, teams + kFmaWarps) / count + layer.eps);
+      auto* const teams = reinterpret_cast<RowSums*>(x + places.teams);
+      sums.add_lanes();
+      if (kTeamWarps > 1 && lane == 0) teams[warp] = sums;
       if (r < kFmaWarps) {
         await_copy_groups<kFmaStages>();
-        __syncthreads();  // scale and shift are there
+        __syncthreads();  // scale and shift are there, and the team's rows and sums
       }
-      const float more = layer.adds_one ? 1.f : 0.f;
-#pragma unroll 1
-      for (int k = member_k; k < columns; k += kStep) {
-        auto& values = *reinterpret_cast<Vector<float>*>(row + k);
+      if constexpr (kTeamWarps > 1) {
+        sums = {};
 #pragma unroll
-        for (int i = 0; i < kFmaTile; ++i) {
-          float value = (values[i] - mean) * rstd;
-          if (layer.norm_weight != nullptr) value *= scale[k + i] + more;
-          if (layer.norm_bias != nullptr) value += shift[k + i];
-          values.values[i] = value;
+        for (int w = 0; w < kTeamWarps; ++w) sums.add(teams[warp / kTeamWarps * kTeamWarps + w]);
+      }
+      const auto again = [&](int k) { return with_partials(loaded(k), k); };
+      const RowSums norm = normalisation_of(sums, again, r < rows ? columns : 0, layer);
+      const float more = layer.norm_weight == nullptr || layer.adds_one ? 1.f : 0.f;
+      const bool are_loaded = held <= kLoads * kStep;
+#pragma unroll 1
+      for (int first = member_k; first < columns; first += kLoads * kStep) {
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+          const int k = first + i * kStep;
+          if (k >= columns) continue;
+          if (!are_loaded) values[i] = *reinterpret_cast<const float4*>(row + k);
+          float4 factor = *reinterpret_cast<const float4*>(scale + k);
+          factor = {factor.x + more, factor.y + more, factor.z + more, factor.w + more};
+          *reinterpret_cast<float4*>(row + k) = normalised(values[i], norm, factor, *reinterpret_cast<const float4*>(shift + k));
         }
       }
     }
@@ -288,6 +168,7 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
 #pragma unroll 1
     for (int s = 0; s < layer.stages; ++s) {
       await_copy_groups<kFmaStages - 1>();
+      __syncwarp();
       float4 lines[kFmaTile];
       weight.load(stage, lines);
       const auto& w = reinterpret_cast<const float(&)[kFmaTile][kFmaTile]>(lines);
@@ -303,6 +184,7 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
           }
         }
       }
+      __syncwarp();
       weight.fetch(stage);
       own_x += Shape::kStageK;
       stage = stage + kFmaStageBytes < end_of_ring ? stage + kFmaStageBytes : shared;
@@ -341,67 +223,6 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
   if (own_column == 0 && own_row < rows) layer.best[own_row * gridDim.x + blockIdx.x] = best;
 }
 
-// How a layer's work is shared out, for up to `most_rows` rows at a time.
-struct FmaPlan {
-  int kernel_rows = 1;  // that the kernel is compiled for
-  int column_lanes, strips, stages, slots, copy_groups = 1, held_k, blocks;
-  int shares, share;    // of K
-  size_t shared_bytes;
-
-  FmaPlan(const DecodeLinear& layer, int64_t most_rows)
-      : shares(layer.is_split_k ? kSplitK : 1),
-        share(static_cast<int>(layer.is_split_k ? split_k_share(layer.in_features) : layer.in_features)) {
-    for (const int fewer : {4, 8, 16}) {
-      if (kernel_rows < std::min(layer.rows, most_rows)) kernel_rows = fewer;
-    }
-    cover(layer, 4);
-    if (!layer.gated && 2 * strips * grid_rows(layer) < multiprocessor_count()) cover(layer, 2);
-    // All that a block reads, if it is little; else a ring, and strips enough to share out evenly.
-    const auto fit = [&](int most_slots) {
-      slots = std::min(most_slots, stages);
-      hold(layer);
-      blocks = most_blocks(layer) > 0 ? strips : 0;
-      if (blocks <= most_blocks(layer) && stages <= most_slots) return;
-      slots = most_slots;
-      copy_groups = kFmaStages / slots;
-      hold(layer);
-      const int64_t most = most_blocks(layer);
-      blocks = most == 0 ? 0 : static_cast<int>(ceil_div(strips, ceil_div(strips, most)));
-    };
-    fit(kFmaStages);
-    if (blocks == 0) fit(kFmaStages / 2);
-  }
-
-  bool fits() const { return blocks > 0; }
-
-  static int64_t split_k_share(int64_t in_features) {  // as ops/decode/linear_partials.py has it
-    constexpr int64_t kOfWarp = 128;
-    return ceil_div(in_features, kSplitK * kOfWarp) * kOfWarp;
-  }
-  int grid_rows(const DecodeLinear& layer) const { return layer.gated ? 1 : layer.weight_count * shares; }
-
- private:
-  void cover(const DecodeLinear& layer, int lanes) {
-    column_lanes = lanes;
-    const int columns = lanes * kFmaTile, stage_k = kFmaWarps * kWarpSize / lanes * kFmaTile;
-    strips = static_cast<int>(ceil_div(layer.out_features, layer.gated ? columns / 2 : columns));
-    stages = static_cast<int>(ceil_div(share, stage_k));
-    held_k = stages * stage_k;
-  }
-  void hold(const DecodeLinear& layer) {
-    const int64_t floats = held_k * (kernel_rows + (layer.norm != kNoNorm ? 2 : 0)) +
-                           2 * kFmaWarps * (kernel_rows * column_lanes * kFmaTile + 1);
-    shared_bytes = slots * kFmaStageBytes + floats * sizeof(float);
-  }
-  // That are on the device at a time.
-  int64_t most_blocks(const DecodeLinear& layer) const {
-    constexpr size_t kReserved = 1024 + kRingAlignment;  // for each block, by the system
-    if (shared_bytes + kReserved > shared_bytes_of_block()) return 0;
-    const auto of_multiprocessor = static_cast<int64_t>(shared_bytes_of_multiprocessor() / (shared_bytes + kReserved));
-    return std::max<int64_t>(multiprocessor_count() * std::min<int64_t>(of_multiprocessor, 2) / grid_rows(layer), 1);
-  }
-};
-
 template <Layout kLayout, bool kNorm, int kRows, int kColumnLanes>
 cudaError_t launch_fma_as(const FmaLayer& layer, const LaunchShape& shape, bool pdl, cudaStream_t stream) {
   return launch_dependent(decode_linear_fma_kernel<kLayout, kNorm, kRows, kColumnLanes>, layer, shape, pdl, stream);
@@ -428,8 +249,11 @@ cudaError_t launch_fma(const DecodeLinear& layer, const FmaPlan& plan, cudaStrea
       of.rows = static_cast<int>(std::min<int64_t>(layer.rows - row, kRows));
       // Launches for further rows share no data with the first, but write beside it: only that one overlaps.
       const bool pdl = layer.pdl && row == 0;
-      error = plan.column_lanes == 2 ? launch_fma_as<kLayout, kNorm, kRows, 2>(of, shape, pdl, stream)
-                                     : launch_fma_as<kLayout, kNorm, kRows, 4>(of, shape, pdl, stream);
+      if constexpr (kFmaHasWideStrips && kLayout == Layout::kColMajorKN && kRows <= 8) {
+        if (plan.column_lanes == 8) error = launch_fma_as<kLayout, kNorm, kRows, 8>(of, shape, pdl, stream);
+      }
+      if (plan.column_lanes == 4) error = launch_fma_as<kLayout, kNorm, kRows, 4>(of, shape, pdl, stream);
+      if (plan.column_lanes == 2) error = launch_fma_as<kLayout, kNorm, kRows, 2>(of, shape, pdl, stream);
       of.input = static_cast<const float*>(of.input) + kRows * layer.in_features;
       of.output = static_cast<float*>(of.output) + kRows * of.output_stride;
       if (of.residual != nullptr) of.residual = static_cast<const float*>(of.residual) + kRows * of.output_stride;
@@ -443,29 +267,5 @@ cudaError_t launch_fma(const DecodeLinear& layer, const FmaPlan& plan, cudaStrea
     default: return launch.template operator()<16>();
   }
 }
-
-// The plan with as many rows at a time as a block has room for.
-inline FmaPlan fma_plan(const DecodeLinear& layer) {
-  FmaPlan plan(layer, kFmaMostRows);
-  while (!plan.fits() && plan.kernel_rows > 1) plan = FmaPlan(layer, plan.kernel_rows > 4 ? plan.kernel_rows / 2 : 1);
-  return plan;
-}
-
-// Whether the layer is in float32 and 16-byte accesses reach all that the kernel reads of weight and input.
-inline bool suits_fma(const DecodeLinear& layer) {
-  if (compute_capability_major() < 8 || layer.weight_dtype != kFloat32 || layer.rows > kFmaMostRows) return false;
-  bool suits = layer.input.dtype == kFloat32 && layer.output.dtype == kFloat32 && is_aligned(layer.input.data) &&
-               layer.in_features > 0 && layer.in_features % kFmaTile == 0 && layer.weight_stride % kFmaTile == 0 &&
-               layer.weight_stride <= INT32_MAX && output_columns(layer) <= INT32_MAX;
-  for (int i = 0; i < layer.weight_count; ++i) {
-    suits &= is_aligned(layer.weights[i]) && (!layer.weights_are_transposed || layer.widths[i] % kFmaTile == 0);
-  }
-  const auto is_float = [](const TypedPointer& tensor) { return tensor.data == nullptr || tensor.dtype == kFloat32; };
-  for (const TypedPointer& bias : layer.biases) suits &= is_float(bias);
-  for (const TypedPointer& norm : {layer.norm_weight, layer.norm_bias}) suits &= is_float(norm) && is_aligned(norm.data);
-  return suits && is_float(layer.residual);
-}
-
-inline bool takes_fma(const DecodeLinear& layer) { return suits_fma(layer) && fma_plan(layer).fits(); }
 
 }  // namespace fuseopt

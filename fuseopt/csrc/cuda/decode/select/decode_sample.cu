@@ -110,12 +110,6 @@ struct SampledRow {
     return __fdiv_rn(weight_of(score), divisors != nullptr ? divisors[element] : draw(static_cast<unsigned>(element)));
   }
 
-  // Gathers the scores from `lowest` on, with their places of the row.
-  __device__ int gather(RowCutter& cutter, int targets, float lowest) const {
-    return cutter.gather(places, targets, kThreads, [&](int i) { return scores[i] >= lowest; },
-                         [&](int i) { return RowCutter::entry_of(scores[i], cutter.rank * places + i); });
-  }
-
   __device__ void keep(int token, float score) const {
     rows.of.kept[row * rows.of.select.vocabulary + token] = score;
   }
@@ -175,22 +169,13 @@ __device__ Candidate<float> draw_of_few(RowCutter& cutter, const SampledRow& row
   return best;
 }
 
-// Leaves the `count` highest scores, and others that equal the last one if those are hundreds.
-__device__ ValueCut cut_after(RowCutter& cutter, const SampledRow& row, int count) {
-  const float reached = cutter.value_reached_by(count);
-  const int all = row.gather(cutter, cutter.size, reached);
-  if (all == 0) return {reached, 0};
-  cutter.sort(all);
-  const RowCutter::Entry last = cutter.sorted(min(count, all) - 1);
-  return {RowCutter::value_of(last), static_cast<int>(RowCutter::low_of(last))};
-}
-
 // Draws from this block's share of the row.
 __device__ Candidate<float> draw_of_row(RowCutter& cutter, const SampledRow& row) {
   const DecodeSample& of = row.rows.of;
   const float* const scores = row.scores;
   const int first_place = cutter.rank * row.places;
   const auto no_low = [](int) { return 0u; };
+  const auto place_of = [&](int i) { return static_cast<unsigned>(first_place + i); };
   ValueCut cut;
   if (of.top_k < of.select.vocabulary) {
     cut = cutter.find<By::kCount, true>(
@@ -202,11 +187,16 @@ __device__ Candidate<float> draw_of_row(RowCutter& cutter, const SampledRow& row
     cut = cutter.find<By::kProbability, false>(
         row.places, row.highest, fmaxf(row.lowest, before.value), share_of(of.top_p),
         [&](int i) { return before.keeps(scores[i], 0) ? scores[i] : -INFINITY; },
-        [&](int i) { return static_cast<unsigned>(first_place + i); },
+        place_of,
         [&](float score, unsigned) { return row.log2_weight_of(score); });
   }
   const float min_p = static_cast<float>(of.min_p);
-  const ValueCut least = of.min_tokens > 1 ? cut_after(cutter, row, of.min_tokens) : ValueCut{INFINITY, 0};
+  ValueCut least = {INFINITY, 0};
+  if (of.min_tokens > 1) {
+    least = cutter.find<By::kCount, false>(
+        row.places, row.highest, row.lowest, static_cast<double>(of.min_tokens), [&](int i) { return scores[i]; },
+        place_of, [](float, unsigned) { return 0.f; });
+  }
   const auto passes = [&](int i) {
     const bool is_likely = min_p <= 0 || row.weight_of(scores[i]) >= min_p;
     return (is_likely && cut.keeps(scores[i], first_place + i)) || least.keeps(scores[i], first_place + i);
@@ -294,7 +284,8 @@ __global__ void __launch_bounds__(kThreads, 2) sample_kernel(const __grid_consta
   if (of.top_k <= RowCutter::kGroups / 2 && of.top_k < select.vocabulary) {
     const float reached = cutter.value_reached_by(static_cast<int>(of.top_k));
     if (of.kept != nullptr) row.keep_none();
-    few = row.gather(cutter, 1, reached);
+    few = cutter.gather(row.places, 1, kThreads, [&](int i) { return row.scores[i] >= reached; },
+                        [&](int i) { return RowCutter::entry_of(row.scores[i], cutter.rank * row.places + i); });
   }
   if (few == 0) {
     best = draw_of_row(cutter, row);

@@ -129,7 +129,8 @@ class RowCutter {
   }
 
   // Sends the entries of this block's places that are chosen to `targets` blocks, the first ones. Returns how many all
-  // blocks have sent there; storage.entries has them, in any order. 0: more than fit, or than `most`.
+  // blocks have sent there; storage.entries has them, in any order. 0: more than fit, or than `most`. Between two calls
+  // there must be a barrier of the cluster.
   template <typename EntryOf, typename IsChosen>
   __device__ int gather(int places, int targets, int most, IsChosen is_chosen, EntryOf entry_of_place) {
     const unsigned share = kBins / size;
@@ -177,7 +178,6 @@ class RowCutter {
     __syncthreads();
     return threadIdx.x < count ? storage_.sorted[threadIdx.x] : 0;
   }
-  __device__ Entry sorted(int place) const { return storage_.sorted[place]; }
 
   // The sum of `own` over all threads before this one, and over all threads.
   struct Scanned {
