@@ -44,7 +44,20 @@ def _of_sliding_model(model: Any) -> Mapping[str, object]:
     return {"has_sliding_layers": "sliding_attention" in model.config.layer_types}
 
 
-_GROUPED = ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3", "Phi3", "Gemma", "Gemma2", "Gemma3", "Granite", "Olmo2")
+_GROUPED = (
+    "Llama",
+    "Mistral",
+    "Qwen2",
+    "Qwen3",
+    "SmolLM3",
+    "Phi3",
+    "Gemma",
+    "Gemma2",
+    "Gemma3",
+    "Granite",
+    "Olmo2",
+    "StableLm",
+)
 _NEOX = "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoX"
 
 _EXPECTED: Mapping[str, Callable[[Any], Mapping[str, object]]] = {
@@ -55,6 +68,9 @@ _EXPECTED: Mapping[str, Callable[[Any], Mapping[str, object]]] = {
     **{modeling_name(f"{name.lower()}.{name}Model"): _of_sliding_model for name in ("Qwen2", "Qwen3", "SmolLM3")},
     f"{_NEOX}Attention": _of_neox_attention,
     f"{_NEOX}Layer": lambda layer: {"use_parallel_residual": layer.attention.config.use_parallel_residual},
+    modeling_name("stablelm.StableLmDecoderLayer"): lambda layer: {
+        "use_parallel_residual": layer.self_attn.config.use_parallel_residual
+    },
     modeling_name("gptj.GPTJAttention"): lambda attention: {"rotary_dim": attention.config.rotary_dim},
     modeling_name("granite.GraniteDecoderLayer"): lambda layer: {
         "residual_multiplier": layer.self_attn.config.residual_multiplier
