@@ -19,8 +19,8 @@ from torch import nn
 from fuseopt import apply, moved_modules
 from fuseopt._version import __version__
 from fuseopt.build import loader
-from fuseopt.config import Config
-from fuseopt.errors import NotAModelError, printable
+from fuseopt.config import Config, as_written, beside_auto
+from fuseopt.errors import InputsError, NotAModelError, printable
 from fuseopt.plan import Plan, build_plan
 from fuseopt.report import Report
 from fuseopt.runtime import announcements
@@ -99,29 +99,83 @@ moved_modules.install()
 announcements.install()
 
 
-def initialize(model: ModelT, config: ConfigSource = None, *, strict: bool = False) -> ModelT:
+def initialize(
+    model: ModelT,
+    config: ConfigSource = None,
+    *,
+    strict: bool = False,
+    inputs: Mapping[str, Any] | None = None,
+    generate: Mapping[str, Any] | None = None,
+    time_limit: float | None = None,
+) -> ModelT:
     """Replaces parts of `model` by faster ones, in place, as `config` says, and returns the model.
 
     The model keeps its class, Parameters, state_dict keys, config, hooks and `generate()` arguments. Called again with
     an equal config it changes nothing; with another one it restores the model first. Native libraries that the plan
     needs are built here, once per machine, and never later. The logger "fuseopt" says in a line what was done.
 
+    With the config "auto" it measures stock, torch.compile, the presets, the decode loop, each kernel alone, and then
+    changes of the best of them, on `inputs`. It keeps what is faster than stock beyond the noise and as exact as
+    `verify` demands, or leaves the model stock. What is measured is a forward without gradients; for a model in
+    training mode a training step, without the optimizer, which needs labels in `inputs`; with `generate` a call of
+    `generate()`. An autocast context around the call holds. The report has the times, and its `config` the config,
+    which can be passed to other calls. Results are kept in the cache folder, for this machine, versions, model and
+    shapes; with the environment variable FUSEOPT_MEASURED=0 they are neither read nor kept.
+
     Args:
         model: any nn.Module; transformers models gain the most. On any device.
         config: a dict, JSON text or the path of a JSON file, a preset ("inference", "training", "reference"), a Config,
-            or None for the preset "inference".
+            or None for the preset "inference". "auto" measures; in a dict, as {"preset": "auto", ...}, the other keys
+            hold for everything that is measured.
         strict: raise if something the config names cannot be done, instead of warning and reporting it. A training step
             is compiled when it is first called; if that fails, the call raises CompileError.
+        inputs: for "auto": keyword arguments of the model's forward, on its device, such as a tokenizer returns.
+        generate: for "auto": keyword arguments of `model.generate` besides `inputs`, such as {"max_new_tokens": 64}.
+        time_limit: for "auto": no choice is begun after so many seconds, by default 180, and none whose compiler would
+            take longer than is left. The report says what was not measured.
 
     Raises:
         NotAModelError: `model` is no nn.Module.
         ConfigError: `config` is wrong; the message names the key and the fix.
+        InputsError: `inputs`, `generate` or `time_limit` is wrong, missing for "auto" or given without it.
         PlanError: under `strict`, something asked for by name cannot be done.
         ApplyError: a replacement failed. After any of these the model is as it was.
     """
-    done = _initialize(model, config, strict)
+    source = as_written(config)
+    written = beside_auto(source)
+    if written is not None:
+        return _initialize_auto(model, written, strict, inputs, generate, time_limit)
+    for name, value in (("inputs", inputs), ("generate", generate), ("time_limit", time_limit)):
+        if value is not None:
+            raise InputsError(f"{name}: only the config 'auto' measures; leave it out, or pass config='auto'")
+    done = _initialize(model, source, strict)
     if done is not None and done.replacements:
         announcements.announce(f"{done.summary}; fuseopt.report(model) says more")
+    return model
+
+
+def _initialize_auto(
+    model: ModelT, written: Mapping[str, Any], strict: bool, inputs: Any, generate: Any, time_limit: float | None
+) -> ModelT:
+    from fuseopt import auto
+
+    _check_model(model)
+    with apply.lock(model):
+        before = apply.applied_to(model)
+        try:
+            config, record, measured = auto.decide(model, written, inputs, generate, time_limit)
+            if record is None:
+                _initialize(model, config, strict)
+                record = apply.applied_to(model)
+            assert record is not None
+            apply.put(model, replace(record, report=replace(record.report, measured=measured)), stacklevel=4)
+            apply.be_strict(model, strict)
+        except BaseException:
+            apply.put(model, before)
+            raise
+    lines = () if measured.remembered else measured.lines()
+    done = f"{measured.summary}; {report(model).summary}; fuseopt.report(model) says more"
+    announcements.announce("\n".join((*lines, done)))
     return model
 
 
@@ -154,15 +208,19 @@ def plan(model: nn.Module, config: ConfigSource = None, *, verbose: bool = False
     """What `initialize(model, config)` would do, without doing it; works on the meta device too.
 
     A model that is fused already is planned as it was before. If `verbose`, the plan prints every candidate and every
-    reason.
+    reason. If `initialize(model, "auto")` has measured this config for such a model here, the plan says the gain.
 
     Raises:
         NotAModelError, ConfigError: as `initialize`.
     """
     wanted = Config.load(config)
     _check_model(model)
+    from fuseopt.auto import remembered
+
     with apply.lock(model):
-        return replace(build_plan(apply.stock_view(model), wanted, STRATEGIES), verbose=verbose)
+        stock = apply.stock_view(model)
+        decided = build_plan(stock, wanted, STRATEGIES)
+        return replace(decided, expected=tuple(remembered.expected(stock, decided)), verbose=verbose)
 
 
 def report(model: nn.Module, *, verbose: bool = False) -> Report:

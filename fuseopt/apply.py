@@ -158,6 +158,13 @@ def put(model: nn.Module, wanted: Applied | None, stacklevel: int = 3) -> None:
         )
 
 
+def forget_calls(record: Applied) -> None:
+    """Empties the records of `generate()` calls that were made under `record`."""
+    for change in record.changes:
+        if isinstance(change.after, Decoding):
+            change.after.calls.clear()
+
+
 def be_strict(model: nn.Module, strict: bool) -> None:
     """Sets whether replacements that fail in a later call, such as a training step, raise or fall back to stock."""
     applied = applied_to(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import fuseopt
-from fuseopt.bench.command_options import CONFIG, DTYPES, MODEL, add_device, new_file, positive
-from fuseopt.bench.commands import add_benchmarks, add_tune, device
+from fuseopt.bench.command_options import CONFIG, DTYPES, MODEL, add_device, add_plot, new_file, positive
+from fuseopt.bench.commands import add_benchmarks, add_tune, device, draw
+from fuseopt.config import as_written, beside_auto
 from fuseopt.errors import ConfigError, FuseoptError
 from fuseopt.kernel_table import PRESETS
 
@@ -98,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a folder of model folders and a prompts.txt; default: examples/checkpoints of the clone",
     )
     demo.add_argument("--out", type=new_file, metavar="FILE", help="also write the results as JSON; default: do not")
+    add_plot(demo)
     demo.add_argument("--markdown", metavar="FILE", help="only print the table of this result file; default: run")
     demo.set_defaults(run=_demo)
 
@@ -126,6 +129,16 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights; default: float32")
     add_device(report)
     _add_output(report)
+    measured = report.add_argument_group("with --config auto, which measures on random tokens")
+    measured.add_argument("--train", action="store_true", help="a training step, in place of a forward")
+    measured.add_argument(
+        "--generate", type=positive, metavar="TOKENS", help="generate() of so many new tokens; default: a forward"
+    )
+    measured.add_argument("--batch", type=positive, metavar="ROWS", help="rows of input; default: 1")
+    measured.add_argument("--length", type=positive, metavar="TOKENS", help="tokens per row; default: 128")
+    measured.add_argument(
+        "--time-limit", type=positive, metavar="N", help="no choice is begun after so many seconds; default: 180"
+    )
     report.set_defaults(run=_report)
 
     verify = _command(commands, "verify", "compare a model, fused and stock, with a float64 reference on random tokens")
@@ -194,16 +207,22 @@ def _demo(arguments: argparse.Namespace) -> None:
     if arguments.markdown is not None:
         from fuseopt.bench.harness.records import Results
 
-        print(Results.load(arguments.markdown).to_markdown())
+        results = Results.load(arguments.markdown)
+        print(results.to_markdown())
+        draw(results, arguments.plot)
         return
+    from fuseopt.bench.harness.plot import check_available
     from fuseopt.bench.suites import demo
 
-    demo.run(
+    if arguments.plot is not None:
+        check_available()
+    results = demo.run(
         device=device(arguments.device),
         quick=arguments.quick,
         checkpoints=arguments.checkpoints or demo.CHECKPOINTS,
         out=arguments.out,
     )
+    draw(results, arguments.plot)
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -231,9 +250,43 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    config = fuseopt.Config.load(arguments.config)
-    report = fuseopt.report(fuseopt.initialize(_model(arguments), config), verbose=arguments.verbose)
+    model = _fused_by_auto(arguments) if beside_auto(as_written(arguments.config)) is not None else _fused(arguments)
+    report = fuseopt.report(model, verbose=arguments.verbose)
     print(report.to_json() if arguments.json else report)
+
+
+def _fused(arguments: argparse.Namespace) -> PreTrainedModel:
+    config = fuseopt.Config.load(arguments.config)
+    for name in ("train", "generate", "batch", "length", "time_limit"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--{name.replace('_', '-')}: only --config auto measures; leave it out")
+    return fuseopt.initialize(_model(arguments), config)
+
+
+def _fused_by_auto(arguments: argparse.Namespace) -> PreTrainedModel:
+    if arguments.train and arguments.generate:
+        raise ConfigError("--train and --generate: two kinds of work, which are measured one at a time; leave one out")
+    model = _model(arguments).train(arguments.train)
+    inputs = _random_inputs(model, arguments.batch or 1, arguments.length or 128)
+    if arguments.train:
+        inputs["labels"] = inputs["input_ids"]
+    generate = arguments.generate and {"max_new_tokens": arguments.generate}
+    logger = logging.getLogger("fuseopt")
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # the report has what the log would say
+    try:
+        return fuseopt.initialize(
+            model, arguments.config, inputs=inputs, generate=generate, time_limit=arguments.time_limit
+        )
+    finally:
+        logger.setLevel(level)
+
+
+def _random_inputs(model: PreTrainedModel, batch: int, length: int) -> dict[str, torch.Tensor]:
+    """Random token ids [batch, length], the same in every run, and a mask of ones."""
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(1, vocabulary, (batch, length), generator=torch.Generator().manual_seed(0)).to(model.device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def _model(arguments: argparse.Namespace) -> PreTrainedModel:
@@ -255,15 +308,13 @@ def _verify(arguments: argparse.Namespace) -> int:
     from fuseopt.verify import acts_in_training, with_options
 
     config, model = fuseopt.Config.load(arguments.config), _model(arguments)
-    vocabulary = model.config.get_text_config().vocab_size
-    shape, generator = (arguments.batch, arguments.length), torch.Generator().manual_seed(0)
-    ids = torch.randint(1, vocabulary, shape, generator=generator).to(model.device)
+    inputs = _random_inputs(model, arguments.batch, arguments.length)
     with waiting(f"comparing {arguments.model}, stock and fused, with float64"):
         checked = fuseopt.verify(
             model,
             config,
-            {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
-            labels=ids if arguments.train or acts_in_training(config) else None,
+            inputs,
+            labels=inputs["input_ids"] if arguments.train or acts_in_training(config) else None,
             generate=arguments.generate and {"max_new_tokens": arguments.generate},
         )
     print(with_options(checked))

@@ -27,6 +27,12 @@ AUTO = "auto"
 KERNEL_BACKENDS = (AUTO, "cuda", "triton", "cpu", "reference")
 
 
+_MEASURES = (
+    "config: 'auto' measures the model on your inputs, which only fuseopt.initialize(model, 'auto', inputs=...) and "
+    "`fuseopt report MODEL --config auto` do; fuseopt.report(model).config is then a config for everywhere else"
+)
+
+
 @dataclass(frozen=True)
 class JitOptions:
     """How the elementwise regions are compiled.
@@ -131,17 +137,12 @@ class Config:
         Raises:
             ConfigError: something is wrong; the message names the key, the fault and the nearest valid value.
         """
-        if source is None:
-            source = "inference"
+        source = as_written(source)
         if isinstance(source, Config):
             return source
-        if isinstance(source, str) and source in PRESET_NAMES:
-            return _top_level({"preset": source})
-        if isinstance(source, (str, os.PathLike)):
-            return cls.load(read_json(source))
         if not isinstance(source, Mapping):
             raise ConfigError(
-                f"config: expected a dict, a path to a JSON file, a preset ({', '.join(PRESET_NAMES)}) "
+                f"config: expected a dict, a path to a JSON file, a preset ({', '.join((*PRESET_NAMES, AUTO))}) "
                 f"or a fuseopt.Config, got {type(source).__name__}"
             )
         return _top_level(source)
@@ -170,6 +171,37 @@ class Config:
         return json.dumps(self.to_dict(), indent=2)
 
 
+def as_written(source: Any) -> Any:
+    """The dict that a preset's name, JSON text or the path of a JSON file stands for; anything else as it is.
+
+    Raises:
+        ConfigError: the file cannot be read, or something is wrong with the JSON.
+    """
+    if source is None:
+        return {"preset": "inference"}
+    if isinstance(source, str) and source in (*PRESET_NAMES, AUTO):
+        return {"preset": source}
+    return read_json(source) if isinstance(source, (str, os.PathLike)) else source
+
+
+def beside_auto(source: Any) -> Mapping[str, Any] | None:
+    """The blocks beside the preset "auto" in what `as_written` returned; None for a config without that preset.
+
+    Raises:
+        ConfigError: one of these blocks is wrong.
+    """
+    if not isinstance(source, Mapping) or source.get("preset") != AUTO:
+        return None
+    written = {key: block for key, block in source.items() if key != "preset"}
+    _top_level({"preset": "inference", **written})
+    return written
+
+
+def extended(base: Mapping[str, Any], written: Mapping[str, Any]) -> Config:
+    """The config `base`, changed by the blocks that `beside_auto` returned; both are dicts."""
+    return _top_level(_merged(base, written))
+
+
 def _top_level(source: Mapping[str, Any]) -> Config:
     if not source:
         raise ConfigError(
@@ -177,13 +209,15 @@ def _top_level(source: Mapping[str, Any]) -> Config:
             "{'kernel_fusion': {'enable': True}}, or no config for the preset 'inference'"
         )
     check_keys("", source, ("preset", "kernel_fusion", "generation"))
+    if source.get("preset") == AUTO:
+        raise ConfigError(_MEASURES)
     written = {key: block for key, block in source.items() if key != "preset"}
     for key, block in written.items():
         if not isinstance(block, Mapping):
             raise ConfigError(f"{key}: expected a dict, got {type(block).__name__}; e.g. {{'enable': True}}")
         if not block:
             raise ConfigError(f"{key}: the block is empty, so nothing would be done; e.g. {{'enable': True}}")
-    preset = choice("preset", source["preset"], tuple(PRESET_NAMES)) if "preset" in source else None
+    preset = choice("preset", source["preset"], (*PRESET_NAMES, AUTO)) if "preset" in source else None
     blocks = written if preset is None else _merged(preset_config(preset), written)
     return Config(
         kernel_fusion=_kernel_fusion(blocks["kernel_fusion"]) if "kernel_fusion" in blocks else KernelFusion(),

@@ -27,9 +27,10 @@ def read_json(source: str | os.PathLike[str]) -> Mapping[str, Any]:
     is_file = os.path.isfile(source)
     text = source if isinstance(source, str) and source.lstrip().startswith(("{", "[")) else None
     if not is_file and text is None:
+        known = (*PRESETS, "auto")
         raise ConfigError(
-            f"config: {shown(source)} is neither a file nor a preset; {nearest(str(source), PRESETS)}presets are "
-            f"{', '.join(PRESETS)}"
+            f"config: {shown(source)} is neither a file nor a preset; {nearest(str(source), known)}presets are "
+            f"{', '.join(known)}"
         )
     path = shown_name(source) if is_file else "config"
     try:

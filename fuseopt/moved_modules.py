@@ -18,8 +18,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 _HARNESS = (
-    "architectures bytes_floor cuda_graph flops machine measure op_cases op_timing plot records regressions timer "
-    "workloads"
+    "architectures bytes_floor cuda_graph flops machine measure op_cases op_timing plot records regressions workloads"
 )
 _SUITES = "capacity curves demo first_call forward generate kernels ops scaling train tutorial"
 _MOVED: Mapping[str, str] = {
@@ -40,6 +39,8 @@ _MOVED: Mapping[str, str] = {
     "fuseopt.ops.decode_softmax_linear": "fuseopt.ops.decode.softmax_linear",
     "fuseopt.ops.edit_logits": "fuseopt.ops.decode.edit_logits",
     "fuseopt.ops.prompt_attention": "fuseopt.ops.decode.prompt_attention",
+    "fuseopt.bench.timer": "fuseopt.runtime.timer",
+    "fuseopt.bench.harness.timer": "fuseopt.runtime.timer",
     "fuseopt.bench.cases": "fuseopt.bench.suites.demo_cases",
     "fuseopt.bench.continuations": "fuseopt.bench.suites.demo_continuations",
     **{f"fuseopt.bench.{name}": f"fuseopt.bench.harness.{name}" for name in _HARNESS.split()},

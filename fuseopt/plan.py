@@ -110,7 +110,8 @@ class Strategy(Protocol):
 class Plan(Tabled):
     """Everything that `initialize` would do to one model: `print(plan)`, `to_dict()`, `to_json()`, `to_html()`.
 
-    `fallbacks` are messages about what was asked for by name and will not run on the backend asked for.
+    `fallbacks` are messages about what was asked for by name and will not run on the backend asked for. `expected` has
+    a line for each kind of call whose gain by this config `initialize(model, "auto")` has measured on this machine.
     """
 
     model_class: str
@@ -122,6 +123,7 @@ class Plan(Tabled):
     unmet: tuple[str, ...] = ()
     fallbacks: tuple[str, ...] = ()
     summary: str = NOTHING
+    expected: tuple[str, ...] = field(default=(), compare=False)
     verbose: bool = field(default=False, compare=False)
 
     @property
@@ -142,7 +144,7 @@ class Plan(Tabled):
         return f"plan for {self.title}"
 
     def to_dict(self) -> dict[str, Any]:
-        return to_json_types(self.title, self, self.config)
+        return {**to_json_types(self.title, self, self.config), "expected": list(self.expected)}
 
     def check_strict(self) -> None:
         """Raises PlanError if something asked for by name will not be done, or not by the backend asked for.

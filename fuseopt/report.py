@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from fuseopt.config import Config
+from fuseopt.measurements import Measurements
 from fuseopt.tables import Row, Tabled
 
 NOTHING = "nothing replaced"
@@ -17,7 +18,7 @@ class Report(Tabled):
     """What was done to a model: `print(report)`, `to_dict()`, `to_json()`, `to_html()`.
 
     Plain data; copied and pickled with the model. `since` has lines about events after `initialize`, such as calls
-    served by another backend than planned.
+    served by another backend than planned. `measured` is what `initialize(model, "auto")` measured; else None.
     `generate_calls` has a dict for each of the last calls of `generate()`: the "tier" ("T0", "T1" or "T2"), the
     "reason" why not a faster one, whether "steps" ran in a "graph" or "eager", and a "note"; empty where there is none.
     """
@@ -30,6 +31,7 @@ class Report(Tabled):
     since: tuple[str, ...] = ()
     generate_calls: tuple[Mapping[str, str], ...] = ()
     summary: str = NOTHING
+    measured: Measurements | None = None
     verbose: bool = field(default=False, compare=False)
 
     @property
@@ -46,7 +48,9 @@ class Report(Tabled):
 
     def to_dict(self) -> dict[str, Any]:
         content = to_json_types(self.model, self, self.config)
-        return {**content, "since": list(self.since), "generate_calls": list(map(dict, self.generate_calls))}
+        measured = None if self.measured is None else self.measured.to_dict()
+        calls = list(map(dict, self.generate_calls))
+        return {**content, "since": list(self.since), "generate_calls": calls, "measured": measured}
 
 
 @runtime_checkable
@@ -59,6 +63,8 @@ class Reporting(Protocol):
 @runtime_checkable
 class Decoding(Protocol):
     """A replacement of `generate` that keeps a record of each of its last calls."""
+
+    calls: MutableSequence[Any]
 
     def call_records(self) -> tuple[Mapping[str, str], ...]: ...
 

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from fuseopt.errors import printable
 
+if TYPE_CHECKING:
+    from fuseopt.measurements import Measurements
+
 WIDTH = 120
 _HEADER = ("module", "count", "change", "strategy")
 _GAP = "  "
@@ -64,9 +67,13 @@ class Tabled:
         kept: class name -> number of modules without children that stay as they are.
         unmet: messages about what was asked for by name and is not done.
         since: lines about events after `initialize`.
+        expected: lines about the gain that was measured on this machine.
+        measured: what `initialize(model, "auto")` measured, if it was called.
     """
 
     since: tuple[str, ...] = ()
+    expected: tuple[str, ...] = ()
+    measured: Measurements | None = None
 
     if TYPE_CHECKING:
 
@@ -94,6 +101,8 @@ class Tabled:
         verbose = self.verbose or not replaced
         rows = [*replaced, *skipped] if verbose else replaced
         lines = [*_wrapped(self.heading, ""), *_wrapped(self.summary, _GAP)]
+        for line in self.expected:
+            lines += _wrapped(line, _GAP)
         lines += _table([_cells(row) for row in rows], [row.reason for row in rows] if verbose else None)
         if verbose and self.kept:
             lines += _wrapped(self._kept(), _GAP)
@@ -101,6 +110,8 @@ class Tabled:
             lines += _wrapped(note, _GAP)
         if skipped and not verbose:
             lines.append(f"{_GAP}{_count(skipped)} not replaced; verbose=True, or -v, says why")
+        if self.measured is not None:
+            lines += (_GAP + line for line in self.measured.lines())
         return "\n".join(lines)
 
     def to_html(self) -> str:
@@ -108,7 +119,7 @@ class Tabled:
         replaced, skipped = self._split()
         parts = [f"<p><b>{_escaped(self.heading)}</b>: {_escaped(self.summary)}</p>"]
         parts += [_html_table(_HEADER, map(_cells, replaced))] if replaced else []
-        parts += [f"<p>{_escaped(note)}</p>" for note in self._notes()]
+        parts += [f"<p>{_escaped(note)}</p>" for note in (*self.expected, *self._notes())]
         if replaced or skipped:
             summary = f"all reasons; {_count(skipped)} not replaced" if skipped else "all reasons"
             reasons = ((*_cells(row), row.reason) for row in (*replaced, *skipped))
@@ -116,6 +127,9 @@ class Tabled:
             parts.append(
                 f"<details><summary>{summary}</summary>{_html_table((*_HEADER, 'reason'), reasons)}{kept}</details>"
             )
+        if self.measured is not None:
+            heading, *measured = self.measured.cells()
+            parts.append(f"<p>{_escaped(self.measured.heading)}</p>{_html_table(heading, measured)}")
         return f"<div>{''.join(parts)}</div>"
 
     def _repr_html_(self) -> str:
@@ -178,12 +192,13 @@ def _table(lines: Sequence[tuple[str, ...]], reasons: Sequence[str] | None) -> I
         change = available - module
     for place, line in enumerate(table):
         cells = zip(line, (module, count, change, strategy), strict=True)
-        yield _GAP + _GAP.join(_clipped(cell, width).ljust(width) for cell, width in cells).rstrip()
+        yield _GAP + _GAP.join(clipped(cell, width).ljust(width) for cell, width in cells).rstrip()
         if place and reasons is not None:
             yield from _wrapped(reasons[place - 1], _GAP * 3)
 
 
-def _clipped(text: str, width: int) -> str:
+def clipped(text: str, width: int) -> str:
+    """`text` cut in the middle if it is longer than `width`."""
     if len(text) <= width:
         return text
     start = (width - 3) // 2

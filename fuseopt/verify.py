@@ -95,8 +95,15 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        compared = [c for c in (self._outputs, self.loss, self.gradient) if c is not None]
-        return all(c.ok for c in compared) and not (self.tokens_count and self.tokens_agree is False)
+        return self.problem is None
+
+    @property
+    def problem(self) -> str | None:
+        """What is less exact than allowed, in a few words; None if nothing is."""
+        for compared in (self._outputs, self.loss, self.gradient):
+            if compared is not None and not compared.ok:
+                return f"{compared.name}: error {compared.fused_error:.1e}, allowed {compared.tolerance:.1e}"
+        return "other tokens" if self.tokens_count and self.tokens_agree is False else None
 
     @property
     def _outputs(self) -> Comparison:
@@ -170,67 +177,85 @@ def verify(
     with apply.lock(model), apply.as_found_after(model):
         apply.put(model, None)
         with verify_runs.state_kept(model):
-            return _compare_runs(model, wanted, given, train, verify_inputs.prompt(inputs), options)
+            references = References(model, given, train, verify_inputs.prompt(inputs), options)
+            with fuseopt.fused(model, wanted):
+                return references.compared(model)
 
 
-def _compare_runs(
-    model: nn.Module,
-    config: Config,
-    inputs: Mapping[str, Any],
-    train: bool,
-    prompt: Mapping[str, Any],
-    generate: Mapping[str, Any] | None,
-) -> Verification:
-    """`verify` of a stock model, with inputs that have been checked."""
-    with verify_runs.evaluating(model):
-        forward = _Reference(model, inputs, verify_runs.outputs)
-        tokens = None if generate is None else verify_runs.tokens(model, prompt, generate)
-    if not forward.stock:
-        raise InputsError(f"verify: {type(model).__name__} returned no floating-point tensor to compare")
-    step = None
-    if train:
-        with verify_runs.training(model):
-            step = _Reference(model, inputs, verify_runs.training_step)
-            if verify_runs.is_random(model, inputs, step.stock):
-                raise InputsError(
-                    f"model: the training step of {type(model).__name__} depends on random numbers although every "
-                    "dropout rate is 0, so two cannot be compared; make it deterministic, or pass train=False"
-                )
-    with fuseopt.fused(model, config):
+class References:
+    """What a stock model and its float64 copy compute for some inputs, for comparison with fused models.
+
+    Args:
+        model: the stock model; inside `verify_runs.state_kept`, as for `compared`.
+        inputs: of the forward, checked and complete.
+        train: whether a training step is compared too.
+        prompt, generate: keyword arguments of `generate()`; nothing is generated if `generate` is None.
+
+    Raises:
+        InputsError: the model returns no floating-point tensor, or its training step is random without dropout too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        train: bool,
+        prompt: Mapping[str, Any],
+        generate: Mapping[str, Any] | None,
+    ) -> None:
+        self._inputs, self._prompt, self._generate = inputs, prompt, generate
+        with verify_runs.evaluating(model):
+            self._forward = _Reference(model, inputs, verify_runs.outputs)
+            self._tokens = None if generate is None else verify_runs.tokens(model, prompt, generate)
+        if not self._forward.stock:
+            raise InputsError(f"verify: {type(model).__name__} returned no floating-point tensor to compare")
+        self._step = None
+        if train:
+            with verify_runs.training(model):
+                self._step = _Reference(model, inputs, verify_runs.training_step)
+                if verify_runs.is_random(model, inputs, self._step.stock):
+                    raise InputsError(
+                        f"model: the training step of {type(model).__name__} depends on random numbers although every "
+                        "dropout rate is 0, so two cannot be compared; make it deterministic, or pass train=False"
+                    )
+
+    def compared(self, model: nn.Module) -> Verification:
+        """The same runs of `model`, which is fused now, compared with the references."""
         applied = apply.applied_to(model)
         watch = Watch(applied.changes if applied is not None else ())
-        replaced = len(fuseopt.report(model).replaced)
         calls = max((_CALLS.get(parameter.device.type, 1) for parameter in model.parameters()), default=1)
+        tokens = None
         with watch.watching(), verify_runs.evaluating(model):
-            outputs = [c for _ in range(calls) for c in forward.compared(model, inputs)]
-            fused_tokens = None if generate is None else verify_runs.tokens(model, prompt, generate)
+            outputs = [c for _ in range(calls) for c in self._forward.compared(model, self._inputs)]
+            if self._generate is not None:
+                tokens = verify_runs.tokens(model, self._prompt, self._generate)
         gradients: list[Comparison] = []
-        if step is None:
+        if self._step is None:
             not_run = [f"training steps: {LABELS_HINT}"]
         else:
             with watch.watching_training(), verify_runs.training(model) as rate:
-                gradients = [c for _ in range(calls) for c in step.compared(model, inputs)]
+                gradients = [c for _ in range(calls) for c in self._step.compared(model, self._inputs)]
             not_run = watch.training_not_run(rate)
-        not_run += watch.idle_lines(generated=generate is not None)
-    losses = [c for c in gradients if c.name == LOSS]
-    gradients = [c for c in gradients if c.name != LOSS]
-    worst = _worst(outputs)
-    dtype = next(iter(model.parameters()), next(iter(forward.stock.values()))).dtype
-    return Verification(
-        worst.name,
-        worst.difference,
-        worst.stock_error,
-        worst.fused_error,
-        worst.tolerance,
-        tokens_agree=None if tokens is None or fused_tokens is None else torch.equal(tokens, fused_tokens),
-        tokens_count=dtype in (torch.float32, torch.float64),
-        replaced=replaced,
-        loss=_worst(losses) if losses else None,
-        gradient=_worst(gradients) if gradients else None,
-        gradients=len({c.name for c in gradients}),
-        ran=watch.saw_any,
-        not_run=tuple(not_run),
-    )
+        not_run += watch.idle_lines(generated=self._generate is not None)
+        losses = [c for c in gradients if c.name == LOSS]
+        gradients = [c for c in gradients if c.name != LOSS]
+        worst = _worst(outputs)
+        dtype = next(iter(model.parameters()), next(iter(self._forward.stock.values()))).dtype
+        return Verification(
+            worst.name,
+            worst.difference,
+            worst.stock_error,
+            worst.fused_error,
+            worst.tolerance,
+            tokens_agree=None if tokens is None or self._tokens is None else torch.equal(self._tokens, tokens),
+            tokens_count=dtype in (torch.float32, torch.float64),
+            replaced=len(fuseopt.report(model).replaced),
+            loss=_worst(losses) if losses else None,
+            gradient=_worst(gradients) if gradients else None,
+            gradients=len({c.name for c in gradients}),
+            ran=watch.saw_any,
+            not_run=tuple(not_run),
+        )
 
 
 class _Reference:

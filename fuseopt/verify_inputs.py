@@ -43,7 +43,7 @@ def checked(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor | None, 
         if given.get("labels") is not None:
             raise InputsError("labels: given twice, as an argument and in inputs; leave one out")
         given["labels"] = labels
-    accepted = _accepted(model)
+    accepted = forward_parameters(model)
     _check_names(model, given, accepted)
     _check_parameters(model, trains)
     for name, value in given.items():
@@ -98,7 +98,7 @@ def _is_plain_prompt(model: nn.Module, given: Mapping[str, Any]) -> bool:
     return not isinstance(positions, int) or ids.shape[1] + DEFAULT_TOKENS <= positions
 
 
-def _accepted(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     """Parameters of the forward of the model's class, without the one that is bound to the model."""
     forward = inspect.getattr_static(type(model), "forward")
     bound = forward.__get__(model, type(model)) if hasattr(forward, "__get__") else forward

@@ -23,7 +23,7 @@ LOSS = "loss"
 
 def outputs(model: nn.Module, inputs: Mapping[str, Any]) -> Tensors:
     """The floating-point tensors that the forward returns, by name."""
-    return dict(_floating_tensors("output", model(**inputs)))
+    return dict(floating_tensors("output", model(**inputs)))
 
 
 def training_step(model: nn.Module, inputs: Mapping[str, Any], seed: int = 0) -> Tensors:
@@ -37,7 +37,7 @@ def training_step(model: nn.Module, inputs: Mapping[str, Any], seed: int = 0) ->
         output = model(**inputs)
         loss = getattr(output, LOSS, None)
         if loss is None:
-            loss = _weighted_sum(t for _, t in _floating_tensors("output", output) if t.requires_grad)
+            loss = _weighted_sum(t for _, t in floating_tensors("output", output) if t.requires_grad)
         loss.backward()
     found = {LOSS: loss.detach().clone()}
     for name, parameter in model.named_parameters():
@@ -93,17 +93,17 @@ class _InFloat64(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _floating_tensors(name: str, output: Any) -> Iterator[tuple[str, Tensor]]:
+def floating_tensors(name: str, output: Any) -> Iterator[tuple[str, Tensor]]:
     """The floating-point tensors in nested mappings and sequences, with names. Other objects are skipped."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield name, output
     elif isinstance(output, Mapping):
         for key, value in output.items():
-            yield from _floating_tensors(str(key), value)
+            yield from floating_tensors(str(key), value)
     elif isinstance(output, (tuple, list)):
         for position, value in enumerate(output):
-            yield from _floating_tensors(f"{name}[{position}]", value)
+            yield from floating_tensors(f"{name}[{position}]", value)
 
 
 @contextmanager

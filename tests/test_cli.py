@@ -327,3 +327,39 @@ def test_env_shows_versions_machine_and_native_code(capsys, monkeypatch):
     assert "libraries  " in out
     for value in (torch.__version__, found["machine"]["cpu"], found["native code"]["cache"]):
         assert value in out
+
+
+def test_report_measures_with_the_config_auto(capsys, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    auto = '{"preset": "auto", "kernel_fusion": {"jit": false, "only": ["transformer.h.0.ln_1"]}}'
+    sizes = ("--batch", "2", "--length", "8", "--device", "cpu", "--time-limit", "100")
+    code, out, err = run(capsys, "report", "gpt2-tiny", "--config", auto, "--json", "--generate", "3", *sizes)
+    measured = json.loads(out)["measured"]
+    assert (code, err) == (0, "gpt2-tiny: random weights\n")
+    assert measured["work"].startswith("generate() of input_ids [2, 8]") and measured["time_limit"] == 100
+    assert {"stock", "inference", "generation", "torch.compile"} <= {choice["name"] for choice in measured["choices"]}
+    code, out, _ = run(
+        capsys, "report", "gpt2-tiny", "--config", auto.replace("ln_1", "attn.c_attn"), "--train", *sizes
+    )
+    assert code == 0 and ": training step of input_ids [2, 8], attention_mask [2, 8], labels [2, 8]\n" in out
+
+
+def test_options_of_auto_need_it(capsys):
+    for given in (("--batch", "2"), ("--train",), ("--time-limit", "3"), ("--generate", "3")):
+        code, _, err = run(capsys, "report", "gpt2-tiny", "--device", "cpu", *given)
+        assert code == 2 and f"{given[0]}: only --config auto measures" in err
+    code, _, err = run(capsys, "report", "gpt2-tiny", "--config", "auto", "--train", "--generate", "3")
+    assert code == 2 and "leave one out" in err
+    code, _, err = run(capsys, "plan", "gpt2-tiny", "--config", "auto")
+    assert code == 2 and "fuseopt report MODEL --config auto" in err
+
+
+def test_demo_draws_its_results(capsys, monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr("fuseopt.bench.harness.plot.check_available", lambda: None)
+    monkeypatch.setattr("fuseopt.bench.harness.plot.save", lambda results, path: drawn.append((results, path)))
+    monkeypatch.setattr("fuseopt.bench.suites.demo.run", lambda **options: "results")
+    path = tmp_path / "demo.svg"
+    code, out, _ = run(capsys, "demo", "--device", "cpu", "--plot", str(path))
+    assert code == 0 and drawn == [("results", path)] and f"drawn in {path}" in out
+    assert "should end in .png" in refused(capsys, "demo", "--plot", str(tmp_path / "demo.txt"))

@@ -188,7 +188,7 @@ WRONG = {
     "OSLO checkpointing": ({"activation_checkpointing": {"enable": True}}, "gradient_checkpointing_enable()"),
     "unknown preset": (
         {"preset": "inferense"},
-        "preset: 'inferense' is not one of inference, training, reference; did",
+        "preset: 'inferense' is not one of inference, training, reference, auto; did",
     ),
     "preset of another type": ({"preset": ["inference"]}, "preset: ['inference'] is not one of"),
     "empty block beside a preset": ({"preset": "inference", "kernel_fusion": {}}, "kernel_fusion: the block is empty"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import weakref
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import fuseopt
 from fuseopt.blocks import stack_runner
 from fuseopt.runtime.references import weak_attribute
 from tests import tiny
+from tests.axes import covering
 
 TRITON = ["FusedRotaryEmbedding", "FusedRelativeAttention", "FusedDropoutAdd", "FusedCrossEntropy", "FusedAttention"]
 RESIDUAL = [{"name": name, "fuse_residual": True} for name in ("FusedLayerNorm", "FusedRMSNorm")]
@@ -149,12 +151,28 @@ def test_an_attribute_whose_object_is_gone_says_so():
         _ = holder.to
 
 
-@families
-@pytest.mark.parametrize("config", ["inference", "reference", "jit", "training"])
-@pytest.mark.parametrize("copied", [copy.copy, lambda model: copy.copy(copy.deepcopy(model))], ids=["copy", "deepcopy"])
+SHALLOW = {"copy": copy.copy, "deepcopy": lambda model: copy.copy(copy.deepcopy(model))}
+
+
+@covering(family=["gpt2", "t5", "llama"], config=["inference", "reference", "jit"], copied=SHALLOW)
 def test_a_shallow_copy_outlives_the_model(family, config, copied):
+    check_shallow_copy(family, CONFIGS[config][0], copied)
+
+
+@pytest.mark.parametrize(
+    ("family", "copied"),
+    [
+        ("gpt2", "copy"),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in itertools.product(["t5", "llama"], SHALLOW)),
+        pytest.param("gpt2", "deepcopy", marks=pytest.mark.slow),
+    ],
+)
+def test_a_shallow_copy_outlives_the_model_with_a_compiled_training_step(family, copied):
+    check_shallow_copy(family, AOT, SHALLOW[copied])
+
+
+def check_shallow_copy(family, source, copied):
     stock = tiny.FAMILIES[family](**NO_DROPOUT.get(family, {}))
-    source = AOT if config == "training" else CONFIGS[config][0]
     model = fuseopt.initialize(copy.deepcopy(stock), source)
     of, other = weakref.ref(model), copied(model)
     del model

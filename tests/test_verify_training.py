@@ -50,8 +50,15 @@ def training_preset() -> dict:
 
 
 @pytest.mark.filterwarnings("ignore:fuseopt. .* matches nothing in the model")
-@pytest.mark.parametrize("preset", ["inference", "training", "reference"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        # Traces take seconds, and compiled steps of other families are compared with stock's in tests/strategies.
+        pytest.param(name, preset, marks=[pytest.mark.slow] * (preset == "training" and name != "gpt2"))
+        for name in MODELS
+        for preset in ("inference", "training", "reference")
+    ],
+)
 def test_presets_train_as_stock_does(name, preset, ids):
     model = MODELS[name]()
     found = fuseopt.verify(model, training_preset() if preset == "training" else preset, {"input_ids": ids}, labels=ids)

@@ -43,16 +43,20 @@ def add_results(parser: Any) -> None:
     """Options of a command that measures: where, and what to do with the results."""
     add_device(parser)
     parser.add_argument("--out", type=new_file, metavar="FILE", help="also write the results as JSON; default: do not")
+    add_plot(parser)
+    parser.add_argument(
+        "--against",
+        metavar="FILE",
+        help="compare with this earlier result file; exit status 1 if a row became slower; default: do not",
+    )
+
+
+def add_plot(parser: Any) -> None:
     parser.add_argument(
         "--plot",
         type=picture,
         metavar="FILE",
         help="also draw the results into a .png, .svg or .pdf file (needs matplotlib); default: do not",
-    )
-    parser.add_argument(
-        "--against",
-        metavar="FILE",
-        help="compare with this earlier result file; exit status 1 if a row became slower; default: do not",
     )
 
 

@@ -283,8 +283,7 @@ def _bench(arguments: argparse.Namespace, run: Callable[..., Results]) -> int:
     if arguments.out is not None:
         results.save(arguments.out)
         print(f"\nwritten to {arguments.out}")
-    if arguments.plot is not None:
-        _plot(results, arguments.plot)
+    draw(results, arguments.plot)
     failures = sum(row.failed for row in results.rows)
     if failures:
         print(f"\n{failures} of {len(results.rows)} rows failed; see the tracebacks on stderr")
@@ -315,13 +314,15 @@ def _bench_show(arguments: argparse.Namespace) -> None:
 
         web_page.save(shown, arguments.html)
         print(f"\nwritten to {arguments.html}")
-    if arguments.plot is not None:
-        _plot(shown[0], arguments.plot)
+    draw(shown[0], arguments.plot)
 
 
-def _plot(results: Results, path: Path) -> None:
+def draw(results: Results, path: Path | None) -> None:
+    """Draws results into a file, if one is named, and says so."""
     from fuseopt.bench.harness import plot
 
+    if path is None:
+        return
     plot.save(results, path)
     print(f"\ndrawn in {path}")
 

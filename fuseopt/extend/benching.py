@@ -17,6 +17,7 @@ from fuseopt.extend import measured
 from fuseopt.extend.inputs import by_table, resized
 from fuseopt.extend.signature import tensors_of
 from fuseopt.ops import registry
+from fuseopt.runtime import measured_files
 
 if TYPE_CHECKING:
     from fuseopt.extend.own_op import Op
@@ -64,7 +65,7 @@ def bench(
     finally:
         registry.unregister(op.name)
         registry.register(entry)
-    if remember and measured.is_wanted():
+    if remember and measured_files.is_wanted():
         _remember(op, where.type, results)
     if not has_flops:
         return results

@@ -1,19 +1,13 @@
 """What `Op.bench` measured of an op's backends on this machine, and how "auto" takes the fastest.
 
-The times are in the cache folder, under its rules for owners, modes and digests: one file for an op, its sources, the
-device and the versions of torch and fuseopt. So a changed kernel, or another GPU, finds none. FUSEOPT_MEASURED=0 leaves
-them aside.
+The times are in `fuseopt.runtime.measured_files`: one file for an op, its sources, the device and the versions. So a
+changed kernel, or another GPU, finds none.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import inspect
-import json
 import linecache
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fuseopt._version import __version__
-from fuseopt.build import library_cache
 from fuseopt.extend.backends import Kernel, both
 from fuseopt.extend.signature import tensors_of
+from fuseopt.runtime import measured_files
 
 if TYPE_CHECKING:
     from fuseopt.extend.own_op import Op
@@ -91,26 +84,12 @@ def _key(arguments: Sequence[Any]) -> Key:
     return str(tensors[0].dtype), size_class(tensors[0].numel()), needs_grad
 
 
-def is_wanted() -> bool:
-    """Whether the environment lets times be kept and read."""
-    return os.environ.get("FUSEOPT_MEASURED", "1") not in ("", "0")
-
-
 def load(op: Op, kernels: Mapping[str, Kernel], device: str) -> Measured | None:
     """What was measured of the op as it is now on this machine; None if nothing was, or must not be read."""
-    if not is_wanted():
+    content = measured_files.load(_name(op, kernels, device)) if measured_files.is_wanted() else None
+    if content is None or "times" not in content:
         return None
-    try:
-        folder = _folder()
-        if not folder.is_dir():
-            return None
-        file = folder / f"{_digest(op, kernels, device)}.json"
-        if not file.is_file() or library_cache.damage(file) is not None:
-            return None
-        content = json.loads(file.read_text(encoding="utf-8"))["times"]
-    except (library_cache.CacheError, OSError, ValueError, KeyError):
-        return None
-    return Measured({(dtype, size, needs_grad): times for dtype, size, needs_grad, times in content})
+    return Measured({(dtype, size, needs_grad): times for dtype, size, needs_grad, times in content["times"]})
 
 
 def save(op: Op, kernels: Mapping[str, Kernel], device: str, times: Mapping[Key, Mapping[str, float]]) -> Path:
@@ -122,44 +101,21 @@ def save(op: Op, kernels: Mapping[str, Kernel], device: str, times: Mapping[Key,
     """
     before = load(op, kernels, device)
     merged = {**(before.times if before else {}), **times}
-    folder = _folder()
-    library_cache.create(folder)
-    file = folder / f"{_digest(op, kernels, device)}.json"
-    content = {"op": op.name, "device": _device_name(device), "times": [[*key, each] for key, each in merged.items()]}
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        written = Path(name) / file.name
-        written.write_text(json.dumps(content), encoding="utf-8")
-        library_cache.publish(written, file)
-    return file
+    content = {"op": op.name, "device": measured_files.device_name(device)}
+    rows = [[*key, each] for key, each in merged.items()]
+    return measured_files.save(_name(op, kernels, device), {**content, "times": rows})
 
 
-def _folder() -> Path:
-    return library_cache.folder() / "measured"
-
-
-@functools.cache
-def _device_name(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "a processor")
-    return f"{model}, {torch.get_num_threads()} threads"
-
-
-def _digest(op: Op, kernels: Mapping[str, Kernel], device: str) -> str:
-    """Of the op, its sources, the device and the versions."""
-    found = hashlib.sha256(repr((op.name, _device_name(device), torch.__version__, __version__)).encode())
+def _name(op: Op, kernels: Mapping[str, Kernel], device: str) -> str:
+    """The file's name: a digest of the op and its sources, among others."""
+    parts = [op.name]
     functions = [op.function]
     for kernel in kernels.values():
-        found.update(repr((kernel.backend, kernel.raw and kernel.raw._schema.name)).encode())
+        parts.append(repr((kernel.backend, kernel.raw and kernel.raw._schema.name)))
         formula = op.formula(kernel.backend)
         functions += [kernel.function] if formula is None else [kernel.function, formula]
-    for text in dict.fromkeys(text for function in functions for text in _sources(function, set())):
-        found.update(text.encode())
-    return found.hexdigest()[:32]
+    parts += dict.fromkeys(text for function in functions for text in _sources(function, set()))
+    return measured_files.digest(device, parts)
 
 
 def _sources(function: Any, seen: set[int]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from torch import nn
 from fuseopt.errors import OpError, user_stack_level
 from fuseopt.extend.backends import noting, refusal
 from fuseopt.extend.exchange import Exchange, codes_of, globals_of, not_exchanged_reason
+from fuseopt.extend.fused_module import FusedModule, module_of
 from fuseopt.extend.own_op import Op, registered, unregister_op
 from fuseopt.extend.signature import can_take, signature_of, source_of
 from fuseopt.kernel_table import CUSTOM, TRITON, Kernel, register_kernel, unregister_kernel
@@ -28,7 +29,7 @@ from fuseopt.runtime.module_watch import config_of
 from fuseopt.strategies.context import ProposalContext
 from fuseopt.strategies.propose import forward_name, forward_sites, propose_rule
 
-ClassT = TypeVar("ClassT", bound=type)
+ClassT = TypeVar("ClassT", bound="type | Op")
 FunctionT = TypeVar("FunctionT", bound=Callable)
 
 _PRESETS: dict[str, dict[str, Any]] = {"inference": {}, "reference": {}, "training": {}}
@@ -52,26 +53,6 @@ class _Registration:
 _registered: dict[str, _Registration] = {}  # by the name of the class or function decorated
 
 
-class FusedModule(base.FusedModule):
-    """Base of a user's module that stands in for another: it has that module's parameters, buffers and attributes.
-
-    A subclass defines `forward`, with the signature of the class that it replaces, and no `__init__`, which would not
-    be called. State of its own is an attribute of the class, or one that `forward` sets when it is missing; `restore`
-    hands the latter to the original module. `self.backend` is the config's: a forward that passes it on, as
-    `op(x, backend=self.backend)`, obeys `"backend": "triton"` and the like.
-    """
-
-    backend: str
-
-    def _configure(self, **options: Any) -> None:
-        self.backend = options.pop("backend", "auto")
-        super()._configure(**options)
-
-    @classmethod
-    def not_supported_reasons(cls, source: nn.Module) -> list[str]:
-        return ["it has an attribute `backend` of its own"] if hasattr(source, "backend") else []
-
-
 def replaces(
     source: type[nn.Module] | str,
     *,
@@ -81,9 +62,10 @@ def replaces(
 ) -> Callable[[ClassT], ClassT]:
     """Decorator for a `FusedModule` that stands in for modules of exactly one class, in any model.
 
-    Its class name is the kernel's: `custom_cuda_kernels` and `triton_kernels` take it, and every preset has it.
-    Decorating a class of the same name again replaces it, with a warning. Of two for the same class the newer is asked
-    first. `fuseopt.unregister(name)` takes it back.
+    It also takes an op, as `replaces(Class)(op)`: a module of the op's short name, whose forward calls the op with its
+    own arguments, then stands in. The class name is the kernel's: `custom_cuda_kernels` and `triton_kernels` take it,
+    and every preset has it. Decorating a class of the same name again replaces it, with a warning. Of two for the same
+    class the newer is asked first. `fuseopt.unregister(name)` takes it back.
 
     Args:
         source: the class, or its full name as "package.module.Class".
@@ -103,9 +85,10 @@ def replaces(
     path = source if isinstance(source, str) else full_name(source)
     replaced = _found(source) if isinstance(source, str) else source
 
-    def register(cls: ClassT) -> ClassT:
+    def register(given: ClassT) -> ClassT:
+        cls: Any = module_of(given) if isinstance(given, Op) else given
         if not (isinstance(cls, type) and issubclass(cls, FusedModule)):
-            raise OpError(f"{getattr(cls, '__name__', cls)} must be a subclass of fuseopt.FusedModule")
+            raise OpError(f"{getattr(cls, '__name__', cls)} must be a subclass of fuseopt.FusedModule, or an op")
         if cls.forward is FusedModule.forward:
             raise OpError(f"{cls.__name__} defines no forward; give it one that takes the arguments of {path}'s")
         if any("__init__" in vars(base) for base in cls.__mro__[: cls.__mro__.index(FusedModule)]):
@@ -116,7 +99,7 @@ def replaces(
             )
         if replaced is not None and replaced.forward is not nn.Module.forward:
             _check_same_arguments(f"{cls.__name__}.forward", cls.forward, f"{path}.forward", replaced.forward)
-        called = op or _op_called_by(cls)
+        called = given if isinstance(given, Op) else op or _op_called_by(cls)
         propose = functools.partial(_propose, path, cls, when, None if called is None else called.name)
         lists: dict[str, dict[str, type]] = {CUSTOM: {}} if called is None else {CUSTOM: {}, TRITON: {}}
         # Without its op, which may be unregistered meanwhile.
@@ -124,7 +107,7 @@ def replaces(
         _put_in(kernel, path, is_for_all=when is None and model_types is None)
         rules = extend_policy(model_types or "all", kernels=[Rule(path, cls)])
         _registered[kernel.name] = _Registration(kernel, path, rules)
-        return cls
+        return given
 
     return register
 

@@ -217,7 +217,7 @@ class GenerateCall:
         proxy, model = self.fused.proxy, self.model
         proxy.full_mask = self.arguments.get("attention_mask") if self.early.is_unmasked else None
         proxy.device = self.checked.step.shape.device
-        prepared_on = proxy if CachingModelProxy.METHODS.isdisjoint(vars(model)) else model
+        prepared_on = proxy if CachingModelProxy.stands_in_for(model) else model
         try:
             return stock(prepared_on, **{**self.arguments, **self.early.extra, "custom_generate": self})
         finally:

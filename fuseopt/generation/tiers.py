@@ -122,7 +122,7 @@ def argument_reasons(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator
         yield "num_beam_groups asks for group beam search"
     if arguments.get("streamer") is not None and setting("num_beams") not in (None, 1):
         yield "beam search takes no streamer"
-    if setting("stop_strings") is not None and not CachingModelProxy.METHODS.isdisjoint(vars(model)):
+    if setting("stop_strings") is not None and not CachingModelProxy.stands_in_for(model):
         yield "the model overrides preparation methods, which may need the tokenizer of stop_strings"
     if arguments.get("synced_gpus"):
         yield "synced_gpus synchronises several processes"

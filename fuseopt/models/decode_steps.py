@@ -27,6 +27,16 @@ DECODE_STEPS: Mapping[str, StepName] = {
         modeling_name(f"{model_type}.{prefix}ForCausalLM"): f"{_FAMILIES}.{model_type}.{prefix}Step"
         for model_type, prefix in _CAUSAL.items()
     },
+    **{
+        modeling_name(model_class): f"{_FAMILIES}.bart.{step}"
+        for model_class, step in (
+            ("bart.BartForConditionalGeneration", "BartStep"),
+            ("marian.MarianMTModel", "MarianStep"),
+            ("mbart.MBartForConditionalGeneration", "MBartStep"),
+            ("pegasus.PegasusForConditionalGeneration", "PegasusStep"),
+        )
+    },
+    modeling_name("whisper.WhisperForConditionalGeneration"): f"{_FAMILIES}.whisper.WhisperStep",
     modeling_name("gemma2.Gemma2ForCausalLM"): f"{_FAMILIES}.gemma.Gemma2Step",
     modeling_name("gemma3.Gemma3ForCausalLM"): f"{_FAMILIES}.gemma.Gemma3Step",
 }

@@ -65,5 +65,9 @@ T5 = ModelPolicy(
             _full_names("Stack", _SAME_BLOCKS), _full_names("Attention", _SAME_BLOCKS), _BLOCKS.values(), strict=True
         )
     ),
-    decode_steps={modeling_name("t5.T5ForConditionalGeneration"): "fuseopt.generation.families.t5.T5Step"},
+    decode_steps={
+        modeling_name("t5.T5ForConditionalGeneration"): "fuseopt.generation.families.t5.T5Step",
+        modeling_name("mt5.MT5ForConditionalGeneration"): "fuseopt.generation.families.mt5.MT5Step",
+        modeling_name("umt5.UMT5ForConditionalGeneration"): "fuseopt.generation.families.mt5.UMT5Step",
+    },
 )

@@ -1,4 +1,4 @@
-"""The exact class of each child in GPT-2 and T5, and a search for modules of another class.
+"""The exact class of each child in GPT-2, T5 and the families with a decode step, and a search for other classes.
 
 Code that reads a child's weights or bypasses its forward relies on these classes. For example it skips a Dropout in
 eval mode and reads a Conv1D's weight as [in, out].
@@ -183,6 +183,58 @@ def llama_children(prefix: str, *, model: str = "Model", embedding: str = "") ->
             activation_fn=ACTIVATIONS,
         ),
     }
+
+
+def bart_children(prefix: str, model_class: str, *, positions: str, embedding: str = "") -> Children:
+    """The children in BART, or in a model that names its modules as it does, of encoder and decoder.
+
+    Args:
+        prefix: start of the class names, such as "transformers.models.bart.modeling_bart.Bart".
+        model_class: full name of the model's class.
+        positions: kind of positional embedding in its class name, "Learned" or "Sinusoidal".
+        embedding: end of the class name of the token embedding; empty for torch.nn.Embedding.
+    """
+    tokens = f"{prefix}{embedding}" if embedding else _EMBEDDING
+    layer: dict[str, str | tuple[str, ...]] = {
+        "self_attn": f"{prefix}Attention",
+        "self_attn_layer_norm": LAYER_NORM,
+        "activation_fn": ACTIVATIONS,
+        "fc1": LINEAR,
+        "fc2": LINEAR,
+        "final_layer_norm": LAYER_NORM,
+    }
+    cross: dict[str, str | tuple[str, ...]] = {
+        "encoder_attn": f"{prefix}Attention",
+        "encoder_attn_layer_norm": LAYER_NORM,
+    }
+    stacks: dict[str, Mapping[str, tuple[str, ...]]] = {}
+    for kind in ("Encoder", "Decoder"):
+        stacks[f"{prefix}{kind}"] = _children(
+            embed_tokens=tokens,
+            embed_positions=f"{prefix}{positions}PositionalEmbedding",
+            layers=MODULE_LIST,
+            layernorm_embedding=LAYER_NORM,
+            layer_norm=LAYER_NORM,
+        ) | {"layers.*": (f"{prefix}{kind}Layer",)}
+        stacks[f"{prefix}{kind}Layer"] = _children(**(layer | cross if kind == "Decoder" else layer))
+    return {
+        model_class: _children(model=f"{prefix}Model", lm_head=LINEAR),
+        f"{prefix}Model": _children(shared=tokens, encoder=f"{prefix}Encoder", decoder=f"{prefix}Decoder"),
+        f"{prefix}Attention": _children(q_proj=LINEAR, k_proj=LINEAR, v_proj=LINEAR, out_proj=LINEAR),
+        **stacks,
+    }
+
+
+_WHISPER = "transformers.models.whisper.modeling_whisper.Whisper"
+_CONV1D = "torch.nn.modules.conv.Conv1d"
+WHISPER_CHILDREN: Children = {
+    **bart_children(_WHISPER, f"{_WHISPER}ForConditionalGeneration", positions=""),
+    f"{_WHISPER}ForConditionalGeneration": _children(model=f"{_WHISPER}Model", proj_out=LINEAR),
+    f"{_WHISPER}Encoder": _children(
+        conv1=_CONV1D, conv2=_CONV1D, embed_positions=_EMBEDDING, layers=MODULE_LIST, layer_norm=LAYER_NORM
+    )
+    | {"layers.*": (f"{_WHISPER}EncoderLayer",)},
+}
 
 
 def unexpected_modules(

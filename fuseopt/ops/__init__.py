@@ -8,7 +8,7 @@ from fuseopt.ops.add_rms_norm import add_rms_norm
 from fuseopt.ops.cross_entropy import cross_entropy
 from fuseopt.ops.cross_entropy_grad import cross_entropy_grad_
 from fuseopt.ops.decode.attention import decode_attention, decode_attention_
-from fuseopt.ops.decode.beam_candidates import beam_candidates
+from fuseopt.ops.decode.beam_candidates import beam_candidates, drawn_continuations
 from fuseopt.ops.decode.beams import decode_beams_
 from fuseopt.ops.decode.edit_logits import LogitsEdits, edit_logits
 from fuseopt.ops.decode.embedding import decode_embedding
@@ -18,7 +18,7 @@ from fuseopt.ops.decode.linear_partials import decode_linear_of_sum, decode_line
 from fuseopt.ops.decode.prompt_attention import prompt_attention_
 from fuseopt.ops.decode.qkv_attention import decode_qkv_attention_
 from fuseopt.ops.decode.rotary_store import decode_rotary_store_
-from fuseopt.ops.decode.sample import SamplingFilters, decode_sample_
+from fuseopt.ops.decode.sample import SamplingFilters, decode_sample_, filter_scores
 from fuseopt.ops.decode.select import decode_select_
 from fuseopt.ops.decode.softmax_linear import decode_softmax_linear
 from fuseopt.ops.dropout_add_layer_norm import dropout_add_layer_norm
@@ -58,10 +58,12 @@ __all__ = [
     "decode_sample_",
     "decode_select_",
     "decode_softmax_linear",
+    "drawn_continuations",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
     "edit_logits",
     "encoder_no_repeat_ngram",
+    "filter_scores",
     "gated_activation",
     "gelu",
     "layer_norm",

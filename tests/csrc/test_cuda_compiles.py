@@ -14,11 +14,13 @@ from tests.csrc.kernel_resources import KernelResources, kernel_resources
 MAX_SPILLED_BYTES = 64
 SOURCES = sorted((toolchain.CSRC / "cuda").rglob("*.cu"))
 HOST_ONLY = {"shared_memory.cu"}
-# Compiled for longest. Their templates, or ones like them, are in other sources for another dtype, norm or number of
-# rows. test_units.py parses these in quick runs too.
+# Compiled for longest. Templates like theirs are in other sources for another norm, activation or number of rows, and
+# test_launches.py compiles those of decode_linear without optimisation. test_units.py parses all of them in quick runs.
 SLOW = {
     "bfloat16.cu",
     "float16.cu",
+    "gelu.cu",
+    "layer_norm.cu",
     "layer_norm_bwd.cu",
     "many_rows.cu",
     "mma.cu",
@@ -26,6 +28,8 @@ SLOW = {
     "rms_norm_of_sum.cu",
     "short_attention.cu",
     "softmax.cu",
+    "softmax_wide.cu",
+    "streamed_bfloat16.cu",
     "streamed_float16.cu",
     "tiles.cu",
     "tiles_float32.cu",

@@ -179,6 +179,7 @@ def test_initialize_puts_the_parts_in_and_the_model_computes_the_same(example):
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_script_removes_the_syncs_and_writes_its_table(example, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # for speed
     arguments = ["--device", "cpu", "--batch", "16", "--rows", "50", "--steps", "2", "--no-bench"]

@@ -138,6 +138,7 @@ def test_kernels_on_a_gpu(example, backend):
     check_against_float64(example["giou_ops"], backend, "cuda", (257, 259))  # more than TUNED_PAIRS
 
 
+@pytest.mark.slow
 def test_the_script_writes_its_table(example, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # for speed
     arguments = ["--device", "cpu", "--batch", "2", "--boxes", "16", "--dtypes", "float32", "bfloat16"]

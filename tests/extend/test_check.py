@@ -218,7 +218,8 @@ def test_an_op_without_samples_is_a_row_beside_the_others(tmp_path, capsys):
         def _(device, dtype):
             raise KeyError("data")
 
-        plus = fuseopt.elementwise("file::plus", "log(a) + scale * b", scalars=("scale",))
+        # The expression of test_elementwise_cpu.py: its C++ is compiled once for both.
+        plus = fuseopt.elementwise("file::plus", "silu(a * w + b) + scale * b", scalars=("scale",))
     """
     file.write_text(textwrap.dedent(source))
     try:

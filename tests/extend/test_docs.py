@@ -14,6 +14,7 @@ import torch
 import fuseopt
 from fuseopt.extend.check_file import check_file
 from fuseopt.extend.replaced import unreplace
+from fuseopt.kernel_table import kernels
 
 PAGE = Path(fuseopt.__file__).parents[1] / "docs" / "your-own-kernels.md"
 ROAD = """
@@ -97,6 +98,8 @@ def run(text: str, name: str, **given) -> dict:
 def no_modules_left():
     yield
     unreplace("FusedMulAddReLU")
+    if "squared_relu" in kernels():
+        unreplace("squared_relu")
     sys.modules.pop("your_own_kernels", None)
 
 
@@ -107,7 +110,8 @@ def test_every_block_of_the_page_runs(tmp_path, capsys):
     file = tmp_path / "page.py"
     file.write_text("\n\n".join(blocks))
     reports = check_file(file, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    assert [report.name for report in reports] == ["mine::mul_add_relu", "mine::scale_add_relu"]
+    names = ["mine::mul_add_relu", "mine::scale_add_relu", "mine::squared_relu"]
+    assert [report.name for report in reports] == names
     assert all(reports), "\n".join(map(str, reports))
     printed = capsys.readouterr().out
     assert "mine::mul_add_relu on " in printed and "FAIL" not in printed
@@ -116,6 +120,7 @@ def test_every_block_of_the_page_runs(tmp_path, capsys):
     # The kernel that the plan names runs the module's call too.
     assert torch.cuda.is_available() or "FusedMulAddReLU[cpu]" in printed
     assert torch.cuda.is_available() or "Choice(backend='cpu'" in printed
+    assert "SquaredReLU -> squared_relu[" in printed
 
 
 def test_the_road_runs_as_the_design_has_it(tmp_path, capsys):

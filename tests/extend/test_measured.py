@@ -1,6 +1,7 @@
 """ "auto" takes the backend that `bench` measured as the fastest on this machine."""
 
 import os
+import re
 import time
 
 import pytest
@@ -56,7 +57,7 @@ def test_calls_of_the_measured_kind_take_the_fastest():
     assert runs_on(op, ran, small) == runs_on(op, ran, torch.randn(9, 15)) == "reference"
     assert runs_on(op, ran, other) == runs_on(op, ran, small.double()) == "cpu"
     choice = op.choose(small)
-    assert choice.measured.startswith("reference ") and ", cpu 2" in choice.measured and choice.measured.endswith(" us")
+    assert re.fullmatch(r"reference [\d.]+ us, cpu \d{4,}\.\d us", choice.measured)
     assert "cpu" not in choice.refused
     assert op.choose(small, backend="cpu").backend == "cpu"
     assert runs_on(op, ran, small.clone().requires_grad_()) == "reference"

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -23,6 +24,11 @@ class MulAddReLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(x * self.scale + self.shift)
+
+
+class Halved(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2
 
 
 class Model(nn.Sequential):
@@ -130,6 +136,42 @@ def test_without_its_op_modules_are_left():
         assert "its op mine::gone is not registered any more" in str(planned)
     finally:
         unreplace("FusedIdentity")
+
+
+def test_an_op_stands_in_for_modules_that_take_its_arguments():
+    class Product(nn.Module):
+        def forward(self, x, y):
+            return x * y
+
+    @fuseopt.op("mine::halved")
+    def halved(x: Tensor) -> Tensor:
+        return x / 2
+
+    @halved.kernel("cpu")
+    def _(x):
+        calls.append("halved")
+        return x * 0.5
+
+    assert fuseopt.replaces(Halved)(halved) is halved
+    try:
+        with pytest.raises(OpError, match=r"halved.forward.* takes .*x.*must take the same"):
+            fuseopt.replaces(Product)(halved)
+        model, x = nn.Sequential(nn.Linear(8, 8), Halved()), torch.randn(3, 8)
+        expected = model(x)
+        (row,) = fuseopt.plan(model, "inference").replacements
+        assert (row.target, row.op, row.backend) == ("halved", "mine::halved", "cpu")
+        fuseopt.initialize(model, "inference")
+        for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            calls.clear()
+            assert torch.equal(each(x), expected) and calls == ["halved"]
+        fuseopt.restore(model)
+        assert type(model[1]) is Halved
+        fuseopt.initialize(model, {"kernel_fusion": {"custom_cuda_kernels": ["halved"], "backend": "reference"}})
+        calls.clear()
+        assert torch.equal(model(x), expected) and not calls
+    finally:
+        unreplace("halved")
+        fuseopt.unregister("mine::halved")
 
 
 def test_model_types_subclasses_and_errors():

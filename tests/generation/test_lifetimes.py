@@ -171,8 +171,17 @@ def duplicate(model):
     return pickle.loads(pickle.dumps(model))
 
 
-@pytest.mark.parametrize("made", [lambda model: model, copy.deepcopy, duplicate], ids=["itself", "deepcopy", "pickle"])
-@pytest.mark.parametrize("family", ["gpt2", "t5"])
+@pytest.mark.parametrize(
+    ("family", "made"),
+    [
+        pytest.param("gpt2", lambda model: model, id="gpt2-itself"),
+        pytest.param("gpt2", copy.deepcopy, id="gpt2-deepcopy"),
+        pytest.param("t5", duplicate, id="t5-pickle"),
+        pytest.param("gpt2", duplicate, id="gpt2-pickle", marks=pytest.mark.slow),
+        pytest.param("t5", lambda model: model, id="t5-itself", marks=pytest.mark.slow),
+        pytest.param("t5", copy.deepcopy, id="t5-deepcopy", marks=pytest.mark.slow),
+    ],
+)
 def test_generate_works_without_another_reference_to_the_model(family, made):
     """`load().generate(...)`, and several calls of a method whose model has been deleted."""
     stock = tiny.FAMILIES[family]()

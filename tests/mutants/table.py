@@ -17,7 +17,7 @@ REASONS = (
     _without_reason("assisted decoding", 'if arguments.get("assistant_model") is not None:', "if False:"),
     _without_reason(
         "stop strings and methods of the model's own",
-        'if setting("stop_strings") is not None and not CachingModelProxy.METHODS.isdisjoint(vars(model)):',
+        'if setting("stop_strings") is not None and not CachingModelProxy.stands_in_for(model):',
         "if False:",
     ),
     _without_reason("synced_gpus", 'if arguments.get("synced_gpus"):', "if False:"),

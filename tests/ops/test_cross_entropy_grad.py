@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import cross_entropy_grad_, linear_cross_entropy
+from tests.axes import covering
 from tests.ops.cases import Case, cases, examples, require_backend
 
 every_case = pytest.mark.parametrize("case", cases("cross_entropy_grad_"))
@@ -85,17 +86,19 @@ def check(case: Case, logits: Tensor, classes: int, smoothing: float = 0.0, z_lo
 
 
 @every_case
-@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.3, 1e-2)])
-@pytest.mark.parametrize("width", [64, 1024])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_losses_and_gradients(case: Case, dtype: torch.dtype, width: int, smoothing: float, z_loss: float) -> None:
+@covering(
+    options=[(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.3, 1e-2)],
+    width=[64, 1024],
+    dtype=[torch.float32, torch.float16, torch.bfloat16, torch.float64],
+)
+def test_losses_and_gradients(case: Case, dtype: torch.dtype, width: int, options: tuple[float, float]) -> None:
     if not case.samples(dtype):
         pytest.skip(f"{case.backend} does not take {dtype}")
     torch.manual_seed(0)
     # Each number of padding columns takes the interpreter a second.
     for padding in (0, 31) if case.device.type == "cpu" else (0, 1, 31, 63):
         logits = (2 * torch.randn(7, width, device=case.device)).to(dtype)
-        check(case, logits, width - padding, smoothing, z_loss)
+        check(case, logits, width - padding, *options)
 
 
 @on_a_gpu

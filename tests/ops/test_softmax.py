@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuseopt.ops.softmax import softmax_reference
+from tests.axes import covering
 from tests.ops.cases import DTYPES, Case, cases, error
 from tests.ops.variations import poisoned_allocations
 
@@ -38,9 +39,7 @@ def test_a_row_of_minus_infinity_is_nan_and_alone(case: Case, dtype: torch.dtype
 
 
 @every_case
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("columns", [16_389, 50_257, 130_003])
-@pytest.mark.parametrize("masked", [False, True])
+@covering(dtype=DTYPES, columns=[16_389, 50_257, 130_003], masked=[False, True])
 def test_wide_rows_of_which_little_is_seen(case: Case, columns: int, dtype: torch.dtype, masked: bool) -> None:
     """Most threads see nothing finite, and what the others see has no exponential but from its own maximum."""
     torch.manual_seed(0)
@@ -177,9 +176,11 @@ def test_logits_that_overflow_in_float16(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in cases("softmax") if "reference" not in case.id])
-@pytest.mark.parametrize("columns", [7, 255, 256, 1000, 3001, 16_384, 32_768, 50_257, 131_072, 262_143, 262_144])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scale", [-0.3, 0.7, 0.0])
+@covering(
+    scale=[-0.3, 0.7, 0.0],
+    dtype=DTYPES,
+    columns=[7, 255, 256, 1000, 3001, 16_384, 32_768, 50_257, 131_072, 262_143, 262_144],
+)
 def test_only_differences_between_logits_are_scaled(case: Case, scale: float, dtype: torch.dtype, columns: int) -> None:
     """Rounded products lose digits of large logits, and differ from a fused `x * scale - max` by 1e31 for finfo.min."""
     torch.manual_seed(0)

@@ -367,7 +367,7 @@ def test_memory_efficient_fusion_traces_through_it(family):
     "cls",
     [
         AlbertForMaskedLM,
-        BertForMaskedLM,
+        pytest.param(BertForMaskedLM, marks=pytest.mark.slow),
         pytest.param(DistilBertForMaskedLM, marks=pytest.mark.slow),
         pytest.param(RobertaForCausalLM, marks=pytest.mark.slow),
         pytest.param(RobertaForMaskedLM, marks=pytest.mark.slow),

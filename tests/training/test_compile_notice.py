@@ -18,7 +18,7 @@ def batch(rows, length):
 
 
 def test_each_compilation_is_said_with_its_time_and_reason(caplog, each_device):
-    model = fuseopt.initialize(tiny.gpt2(), AOT).train()
+    model = fuseopt.initialize(tiny.gpt2(n_layer=1), AOT).train()
 
     def said(**inputs):
         caplog.clear()
@@ -56,14 +56,14 @@ def test_the_first_line_comes_before_the_trace(caplog, monkeypatch, each_device)
         return run
 
     monkeypatch.setattr(training_forward, "_compile", recording)
-    model = fuseopt.initialize(tiny.gpt2(), AOT).train()
+    model = fuseopt.initialize(tiny.gpt2(n_layer=1), AOT).train()
     model(**batch(2, 5))
     (before_trace,) = seen
     assert len(before_trace) == 1 and "fuseopt: compiling a training step of GPT2LMHeadModel" in before_trace[0]
 
 
 def test_what_is_not_compiled_is_not_said(caplog, each_device):
-    model = fuseopt.initialize(tiny.gpt2(), AOT)
+    model = fuseopt.initialize(tiny.gpt2(n_layer=1), AOT)
     model(**batch(2, 5))
     with torch.no_grad():
         copy.deepcopy(model).train()(**batch(2, 5))

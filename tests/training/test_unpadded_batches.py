@@ -31,7 +31,7 @@ def model_of(family: str) -> nn.Module:
         pytest.param("gpt2", True, marks=pytest.mark.slow),
         ("llama", True),
         pytest.param("mistral", True, marks=pytest.mark.slow),
-        ("qwen2", True),
+        pytest.param("qwen2", True, marks=pytest.mark.slow),
     ],
 )
 def test_whole_rows_have_no_mask_and_others_have_theirs(family, can_skip_mask, monkeypatch):

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import nn
 
-from fuseopt.bench.harness.timer import time_in_turns, work_seconds
+from fuseopt.runtime.timer import time_in_turns, work_seconds
 
 # Decoder layers that run once per call, over the encoder's output.
 _ONCE_A_CALL = ("EncDecAttention.k", "EncDecAttention.v")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fuseopt.bench.harness.timer import Call
+from fuseopt.runtime.timer import Call
 
 # The sets of arguments that calls alternate between have this many times the size of the L2 cache, up to MOST_SETS.
 CACHE_MULTIPLE = 4

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fuseopt.bench.harness.architectures import load_config, weightless
-from fuseopt.bench.harness.timer import Timing, time_in_turns, work_seconds
+from fuseopt.runtime.timer import Timing, time_in_turns, work_seconds
 
 
 def forward_flops(model: str, batch: int, length: int) -> int:

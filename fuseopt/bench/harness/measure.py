@@ -12,9 +12,9 @@ import torch
 
 from fuseopt.bench.harness import progress
 from fuseopt.bench.harness.records import STOCK, Record
-from fuseopt.bench.harness.timer import Call, time_in_turns, work_seconds
 from fuseopt.bench.harness.workloads import Case, difference, failed
 from fuseopt.errors import CompileError, ConfigError
+from fuseopt.runtime.timer import Call, time_in_turns, work_seconds
 
 # A case ends after this long, once each of its calls has been timed three times.
 SECONDS_PER_CASE = 12.0

@@ -16,8 +16,8 @@ from fuseopt.bench.harness.cuda_graph import calls_per_graph, graph_of, set_coun
 from fuseopt.bench.harness.measure import not_compiled
 from fuseopt.bench.harness.op_cases import Contender, Float64Reference, OpCase, Work, auto_choice, contenders
 from fuseopt.bench.harness.records import COPY, Record
-from fuseopt.bench.harness.timer import Call, Spread, Timing, device_seconds, host_seconds, time_in_turns, wall_seconds
 from fuseopt.bench.harness.workloads import failed
+from fuseopt.runtime.timer import Call, Spread, Timing, device_seconds, host_seconds, time_in_turns, wall_seconds
 
 ROUNDS = 11
 SECONDS_PER_SAMPLE = {"cuda": 0.5e-3, "cpu": 4e-3}

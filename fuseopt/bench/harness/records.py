@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fuseopt.bench.harness import machine
-from fuseopt.bench.harness.timer import Timing
 from fuseopt.errors import ConfigError
+from fuseopt.runtime.timer import Timing
 
 _LONGEST_NAME = 100  # in a table
 

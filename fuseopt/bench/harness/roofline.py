@@ -8,8 +8,8 @@ import torch
 
 from fuseopt.bench.harness.flops import matmul_timing
 from fuseopt.bench.harness.records import COPY, PEAK, Record
-from fuseopt.bench.harness.timer import time_in_turns, work_seconds
 from fuseopt.bench.harness.workloads import dtype_name
+from fuseopt.runtime.timer import time_in_turns, work_seconds
 
 # Elements of a side of the matmul, and bytes of the tensor that is copied: as large as reaches the peak.
 _MATMUL = {"cuda": 8192, "cpu": 1024}

@@ -19,10 +19,10 @@ import fuseopt
 from fuseopt import apply
 from fuseopt.bench.harness import progress
 from fuseopt.bench.harness.records import FAILED, STOCK
-from fuseopt.bench.harness.timer import Call
 from fuseopt.build import loader
 from fuseopt.errors import ConfigError
 from fuseopt.ops import registry
+from fuseopt.runtime.timer import Call
 
 FusionConfig = Mapping[str, Any] | str
 Work = Callable[[nn.Module], Tensor]

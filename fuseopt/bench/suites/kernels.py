@@ -20,10 +20,10 @@ from fuseopt.bench.harness.bytes_floor import cache_bytes, copy_bandwidth, weigh
 from fuseopt.bench.harness.generate_rows import GENERATION, GPU_ROWS, Row
 from fuseopt.bench.harness.measure import measure
 from fuseopt.bench.harness.records import Record, Results
-from fuseopt.bench.harness.timer import Call, Spread
 from fuseopt.bench.harness.workloads import FusionConfig, fuse
 from fuseopt.errors import ConfigError
 from fuseopt.ops.library import Observer
+from fuseopt.runtime.timer import Call, Spread
 
 ALL = "all of a step"
 IDLE = "no kernel runs"

@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from fuseopt.bench.harness import progress
 from fuseopt.bench.harness.architectures import dropout_rates, load_config, random_model
 from fuseopt.bench.harness.records import FAILED, Record, Results
-from fuseopt.bench.harness.timer import Timing, time_in_turns, work_seconds
 from fuseopt.bench.harness.workloads import FusionConfig, fuse
 from fuseopt.bench.suites.train import LEARNING_RATE, PRECISIONS, Loop, Row, make_batch
 from fuseopt.errors import ConfigError
+from fuseopt.runtime.timer import Timing, time_in_turns, work_seconds
 
 ALONE, TOGETHER = "one process", "together"
 INTERRUPTED = "interrupted"

@@ -15,10 +15,10 @@ from fuseopt.bench.harness.architectures import dropout_rates, load_config, rand
 from fuseopt.bench.harness.flops import forward_flops, matmul_timing
 from fuseopt.bench.harness.measure import SECONDS_PER_CASE, measure, peak_mib, taken_bytes
 from fuseopt.bench.harness.records import STOCK, Record, Results
-from fuseopt.bench.harness.timer import sustained_seconds, time_in_turns
 from fuseopt.bench.harness.workloads import FusionConfig, dtype_name, failed, fuse, random_tokens
 from fuseopt.errors import CompileError, ConfigError
 from fuseopt.kernel_table import preset_block
+from fuseopt.runtime.timer import sustained_seconds, time_in_turns
 
 COMPILE = "torch.compile"
 PRECISIONS = {"autocast": torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -18,8 +18,8 @@ from fuseopt import ops
 from fuseopt.bench.harness.cuda_graph import graph_of
 from fuseopt.bench.harness.measure import measure
 from fuseopt.bench.harness.records import Record, Results
-from fuseopt.bench.harness.timer import Call, Timing, time_in_turns, work_seconds
 from fuseopt.errors import ConfigError
+from fuseopt.runtime.timer import Call, Timing, time_in_turns, work_seconds
 from fuseopt.tuning import BASE, tuned, write
 
 _DTYPE = torch.bfloat16

@@ -245,7 +245,9 @@ def _by_library(
         output = torch._addmm_activation(bias, input, weight.T, use_gelu=is_gelu)
     else:
         output = _products(input, layer)
-        if gated:
+        if gated and output.is_cuda and isinstance(activation, str):
+            output = ops.gated_activation(output[:, : len(weight)], output[:, len(weight) :], activation)
+        elif gated:
             output = _activated(output[:, : len(weight)], activation) * output[:, len(weight) :]
         else:
             output = _activated(output, activation)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from fuseopt.generation.engine.layers import linear_of
 from fuseopt.generation.families.decoder_spec import CrossAttention, DecoderSpec, Layer, RelativeBias
 from fuseopt.generation.families.spec_step import SpecStep
+from fuseopt.generation.families.step_interface import EncoderStep
 from fuseopt.generation.families.t5_encoder import T5Encoder
 from fuseopt.generation.families.t5_layers import feed_forward_of, norm_of, self_attention_of
 from fuseopt.modules.children import t5_children
@@ -23,12 +25,16 @@ def spec_of(model: nn.Module) -> DecoderSpec:
         layers=tuple(_layer(block, bias) for block in decoder.block),
         final_norm=norm_of(decoder.final_layer_norm),
         head=linear_of(model.lm_head),
-        head_scale=model.model_dim**-0.5 if model.config.scale_decoder_outputs else None,
+        head_scale=_head_scale(model),
         heads=attention.n_heads,
         kv_heads=attention.n_heads,
         head_dim=attention.key_value_proj_dim,
         clamps_float16=True,
     )
+
+
+def _head_scale(model: nn.Module) -> float | None:
+    return model.model_dim**-0.5 if getattr(model.config, "scale_decoder_outputs", False) else None
 
 
 def _relative_bias(attention: nn.Module) -> RelativeBias:
@@ -68,7 +74,7 @@ class T5Step(SpecStep):
 
     model_class = "transformers.models.t5.modeling_t5.T5ForConditionalGeneration"
     children = t5_children("transformers.models.t5.modeling_t5.T5")
-    encoder_class = T5Encoder
+    encoder_class: ClassVar[type[EncoderStep] | None] = T5Encoder
     spec_of = staticmethod(spec_of)
 
     @staticmethod
@@ -78,4 +84,4 @@ class T5Step(SpecStep):
     @staticmethod
     def constants(model: nn.Module) -> tuple[Hashable, ...]:
         attention = model.decoder.block[0].layer[0].SelfAttention
-        return (*_bucket_sizes(attention).values(), model.model_dim if model.config.scale_decoder_outputs else None)
+        return (*_bucket_sizes(attention).values(), _head_scale(model))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationMixin
 
 from fuseopt.generation.engine.device_constants import device_and_stream, to_device
 from fuseopt.generation.hf.prepared_configs import PreparedConfigs
@@ -50,6 +51,13 @@ class CachingModelProxy:
 
     device: torch.device
     model = weak_attribute("model")
+
+    @classmethod
+    def stands_in_for(cls, model: nn.Module) -> bool:
+        """Whether `generate` is that of transformers' GenerationMixin, and no method of the proxy's is overridden."""
+        return getattr(type(model), "generate", None) is GenerationMixin.generate and cls.METHODS.isdisjoint(
+            vars(model)
+        )
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

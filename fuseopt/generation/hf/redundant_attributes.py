@@ -12,7 +12,7 @@ from fuseopt.modules.base import full_name, source_class
 from fuseopt.modules.children import CONV1D, LAYER_NORM
 
 _GPT2 = "transformers.models.gpt2.modeling_gpt2.GPT2"
-_T5 = "transformers.models.t5.modeling_t5.T5"
+_T5S = tuple(f"transformers.models.{name}.modeling_{name}.{name.upper()}" for name in ("t5", "mt5", "umt5"))
 
 
 def _of_gpt2_attention(attention: Any) -> Mapping[str, object]:
@@ -31,9 +31,9 @@ _EXPECTED: Mapping[str, Callable[[Any], Mapping[str, object]]] = {
     CONV1D: lambda module: {"nf": module.weight.shape[1]},
     LAYER_NORM: lambda module: {"normalized_shape": tuple(module.weight.shape)},
     f"{_GPT2}Attention": _of_gpt2_attention,
-    f"{_T5}Attention": _of_t5_attention,
-    f"{_T5}Block": lambda block: {"is_decoder": len(block.layer) > 2},
-    f"{_T5}Stack": lambda stack: {"is_decoder": stack.config.is_decoder},
+    **{f"{prefix}Attention": _of_t5_attention for prefix in _T5S},
+    **{f"{prefix}Block": lambda block: {"is_decoder": len(block.layer) > 2} for prefix in _T5S},
+    **{f"{prefix}Stack": lambda stack: {"is_decoder": stack.config.is_decoder} for prefix in _T5S},
 }
 """By the full name of a module's class: the values for which its forward computes what a decode step computes."""
 
@@ -46,17 +46,23 @@ def contradictions(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, st
     Args:
         modules: as `modules_below` finds them, so those of the last layer first.
     """
-    layers: defaultdict[tuple[type, str], set[object]] = defaultdict(set)
+    layers: defaultdict[tuple[type, str], list[Any]] = defaultdict(list)
     for module in reversed(modules):
         state = module.__dict__
         of = _EXPECTED.get(full_name(source_class(module)))
         if of is not None:
             yield from ((module, name) for name, value in of(module).items() if state.get(name) != value)
         for name, child in state["_modules"].items():
-            if child is None or "layer_idx" not in child.__dict__:
-                continue
+            if child is not None and "layer_idx" in child.__dict__:
+                layers[type(module), name].append(child)
+    for children in layers.values():
+        taken: set[object] = set()
+        # Attentions without a cache, such as an encoder's, have no number.
+        for child in children if any(child.layer_idx is not None for child in children) else ():
             # Two layers of one number would share a place in transformers' cache, and numbers above have none.
-            index, taken = child.__dict__["layer_idx"], layers[type(module), name]
-            if index in taken or index not in range(child.config.num_hidden_layers):
+            index, config = child.layer_idx, child.config
+            if index in taken or index not in range(
+                max(config.num_hidden_layers, getattr(config, "decoder_layers", 0))
+            ):
                 yield child, "layer_idx"
             taken.add(index)

@@ -16,6 +16,7 @@ from fuseopt.generation.engine.decode_run import DecodeRun
 from fuseopt.generation.engine.graphs import StepGraphs
 from fuseopt.generation.engine.layers import has_cuda_kernel
 from fuseopt.generation.engine.state import DecodeState, Sizes, prompt_length_for
+from fuseopt.generation.families.step_interface import DecodeStep
 from fuseopt.generation.hf.checked_step import CheckedStep
 from fuseopt.generation.prompt.call_outcomes import CallOutcomes, call_key
 from fuseopt.generation.prompt.early_work import EarlyPrompt, EarlyWork
@@ -94,6 +95,8 @@ class EarlyPrefill:
         step, ids = self.checked.step, prompt_of(arguments)
         if "encoder_outputs" in extra or not tiers.is_token_ids(ids, step.shape.device):
             return None
+        if self._runs_no_encoder(step):
+            return None
         if step.encoder_class is not None and not self.checked.is_encoder_in_place():
             return None
         request = self._request(arguments, extra, ids)
@@ -126,7 +129,7 @@ class EarlyPrefill:
         encodes = step.encoder_class is not None
         # Some versions of transformers do not run the encoder if encoder_outputs=None is passed.
         captures = self.graphs.max_graphs and has_cuda_kernel("decode_attention", step.token_embedding)
-        if "encoder_outputs" in extra or not captures:
+        if "encoder_outputs" in extra or not captures or self._runs_no_encoder(step):
             return EarlyWork(extra)
         reason = next(tiers.early_prefill_reasons(self.model, step.shape.device, arguments, extra), None)
         if reason is None and encodes:
@@ -146,6 +149,10 @@ class EarlyPrefill:
                 return self._queue(self._request(arguments, extra, ids), keep)
         except torch.OutOfMemoryError:
             return EarlyWork(extra, note="there was no memory to queue the prompt early")
+
+    def _runs_no_encoder(self, step: DecodeStep) -> bool:
+        """Whether the prompt belongs to an encoder that only transformers runs."""
+        return bool(self.model.config.is_encoder_decoder) and step.encoder_class is None
 
     def _request(self, arguments: Mapping[str, Any], extra: Mapping[str, Any], ids: Tensor) -> _Request:
         sizes, max_steps = self._expected_sizes(arguments, ids) or (None, 0)

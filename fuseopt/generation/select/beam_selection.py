@@ -14,11 +14,13 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from fuseopt import ops
 from fuseopt.generation.engine.beam_state import BeamState
 from fuseopt.generation.engine.device_constants import DeviceConstantCache
+from fuseopt.generation.engine.layers import has_cuda_kernel
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.prepared_call import PreparedCall
 from fuseopt.generation.select.device_processors import DeviceProcessor
 from fuseopt.generation.select.selection import Selection
 from fuseopt.ops.decode.beam_candidates import MAX_COUNT
+from fuseopt.ops.decode.torch_draw import MOST_NUMBERS
 
 
 class BeamSelection(Selection):
@@ -82,6 +84,10 @@ class BeamSelection(Selection):
         super()._clone_tensors()
         self.limit, self.penalties = self.limit.clone(), self.penalties.clone()
 
+    def _kernel_draws(self, state: DecodeState) -> bool:
+        on_gpu = has_cuda_kernel("beam_candidates", state.logits)
+        return on_gpu and self.candidates <= MAX_COUNT and state.logits.numel() <= MOST_NUMBERS
+
     def begin(self, state: DecodeState, input_ids: Tensor, pad: Tensor | None, has_ids: bool = False) -> None:
         super().begin(state, input_ids, pad, has_ids=True)
         _beams_of(state).begin(input_ids)
@@ -127,6 +133,11 @@ class BeamSelection(Selection):
             return ops.beam_candidates(
                 scores, running_scores, self.candidates, log_softmax=fuses_softmax, edits=edits, pdl=True
             )
+        scores, highest = ops.filter_scores(scores, filters=self._filters, edits=self._edits_left(state), pdl=True)
+        if self._op_keeps_scores:
+            state.scores.copy_(scores)
+        if self.offset_of_draw(state):
+            return ops.drawn_continuations(scores, beams.running_scores, self.candidates, state.random, highest=highest)
         accumulated = scores.unflatten(0, beams.shape) + beams.running_scores[:, :, None]
         accumulated = accumulated.flatten(1)
         places = torch.multinomial(nn.functional.softmax(accumulated, dim=-1), num_samples=self.candidates)

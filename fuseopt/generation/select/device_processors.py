@@ -19,6 +19,7 @@ from fuseopt.generation.engine.device_constants import DeviceConstantCache, to_d
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.select.logits_processors import FusedEncoderNoRepeatNGram, FusedNoRepeatNGram
 from fuseopt.ops.decode.edit_logits import MAX_RULES
+from fuseopt.ops.decode.sample import are_in_range
 
 _ALWAYS = 2**62  # longer than any sequence
 # The encoder's ids are padded to a multiple of this, so that prompts of similar length share a captured step.
@@ -144,9 +145,15 @@ def _may_follow(chain: list[Edit], edit: Edit) -> bool:
 # In the order of generate(). Where a token is drawn, nothing follows from normalising scores once more.
 _FILTERS: Mapping[type, Callable[[Any], Mapping[str, Any]]] = {
     logits_process.TopKLogitsWarper: lambda warper: {"top_k": warper.top_k},
-    logits_process.TopPLogitsWarper: lambda warper: {"top_p": warper.top_p},
-    logits_process.MinPLogitsWarper: lambda warper: {"min_p": float(warper.min_p)},
-    logits_process.TypicalLogitsWarper: lambda warper: {"typical_p": warper.mass},
+    logits_process.TopPLogitsWarper: lambda warper: {"top_p": warper.top_p, "min_tokens": warper.min_tokens_to_keep},
+    logits_process.MinPLogitsWarper: lambda warper: {
+        "min_p": float(warper.min_p),
+        "min_tokens": warper.min_tokens_to_keep,
+    },
+    logits_process.TypicalLogitsWarper: lambda warper: {
+        "typical_p": warper.mass,
+        "min_tokens": warper.min_tokens_to_keep,
+    },
     logits_process.LogitNormalization: lambda normalization: {},
 }
 
@@ -154,29 +161,25 @@ _FILTERS: Mapping[type, Callable[[Any], Mapping[str, Any]]] = {
 def sampling_filters(
     processors: tuple[DeviceProcessor, ...], keeps_scores: bool = False
 ) -> tuple[int, ops.SamplingFilters]:
-    """How many of the last processors `ops.decode_sample_` does the work of after its edits, and as which filters.
+    """How many of the last processors `ops.decode_sample_` or `ops.filter_scores` applies, and as which filters.
 
     Args:
-        keeps_scores: processed scores are returned, so normalising them makes a difference.
+        keeps_scores: processed scores are used, so normalising them makes a difference.
     """
     fields: dict[str, Any] = {}
     normalises = logits_process.LogitNormalization
     order, count = [kind for kind in _FILTERS if not (keeps_scores and kind is normalises)], 0
     for device_processor in reversed(processors):
         processor = getattr(device_processor, "processor", None)
-        if type(processor) not in order or not _is_plain_filter(processor):
+        if type(processor) not in order or getattr(processor, "filter_value", -math.inf) != -math.inf:
             break
+        merged = {**fields, **_FILTERS[type(processor)](processor)}
+        if merged | fields != merged or not are_in_range(ops.SamplingFilters(**merged)):
+            break  # filters that keep different numbers of tokens, or more than the op does
         order = order[: order.index(type(processor))]
-        fields |= _FILTERS[type(processor)](processor)
+        fields = merged
         count += 1
     return count, ops.SamplingFilters(**fields)
-
-
-def _is_plain_filter(processor: Any) -> bool:
-    """Whether the filter removes tokens by -inf, and keeps one at least; sampled beams keep more."""
-    return (
-        getattr(processor, "min_tokens_to_keep", 1) == 1 and getattr(processor, "filter_value", -math.inf) == -math.inf
-    )
 
 
 class _Target(NamedTuple):

@@ -15,7 +15,8 @@ from fuseopt.generation.engine.residual_stream import HeadInput
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.select.device_processors import DeviceProcessor, Edits, sampling_filters
 from fuseopt.ops import LogitsEdits
-from fuseopt.ops.decode.sample import draws_numbers, offset_of_draw
+from fuseopt.ops.decode.sample import draws_numbers
+from fuseopt.ops.decode.torch_draw import offset_of_draw
 
 
 class Selection:
@@ -49,10 +50,10 @@ class Selection:
         self.keep_logits, self.keep_scores = keep_logits, keep_scores
         # The op that selects can apply the last edits itself, and filters after them if it draws a token. That op also
         # writes processed scores where they are kept.
-        draws = do_sample and self._draws_tokens
-        is_left_to_op = draws or not (do_sample or keep_scores)
-        self._op_keeps_scores = draws and keep_scores
-        filters, self._filters = sampling_filters(processors if draws else (), keep_scores)
+        is_left_to_op = do_sample or not keep_scores
+        self._op_keeps_scores = do_sample and keep_scores
+        uses_scores = keep_scores or not self._draws_tokens
+        filters, self._filters = sampling_filters(processors if do_sample else (), uses_scores)
         before = processors[: len(processors) - filters]
         last = before[-1] if before else None
         self._last_edits = last if isinstance(last, Edits) and is_left_to_op else None
@@ -73,9 +74,12 @@ class Selection:
 
     def offset_of_draw(self, state: DecodeState) -> int:
         """By how much a call advances the offset of torch's generator if its kernel draws; 0 if torch draws."""
-        if not (self._draws_tokens and self.do_sample and draws_numbers(state.logits)):
+        if not (self.do_sample and self._kernel_draws(state)):
             return 0
         return offset_of_draw(state.logits.numel(), state.device)
+
+    def _kernel_draws(self, state: DecodeState) -> bool:
+        return draws_numbers(state.logits)
 
     @property
     def may_end_early(self) -> bool:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fuseopt.ops import registry
 from fuseopt.ops.decode.edit_logits import OPTIONAL_EDITS, LogitsEdits, check_edits, edited, for_kernel
+from fuseopt.ops.decode.torch_draw import check_random, drawn
 from fuseopt.ops.library import define
 
 # One warp sorts the candidates of an item.
@@ -20,15 +21,22 @@ _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _fake(
-    scores: Tensor, running_scores: Tensor, count: int, log_softmax: bool, pdl: bool, *edits: object
+    scores: Tensor,
+    running_scores: Tensor,
+    count: int,
+    log_softmax: bool,
+    highest: Tensor | None,
+    random: Tensor | None,
+    pdl: bool,
+    *edits: object,
 ) -> tuple[Tensor, Tensor]:
     values = running_scores.new_empty((running_scores.shape[0], count))
     return values, values.new_empty(values.shape, dtype=torch.int64)
 
 
 RAW = define(
-    "beam_candidates(Tensor scores, Tensor running_scores, int count, bool log_softmax, bool pdl,"
-    f" {OPTIONAL_EDITS}) -> (Tensor, Tensor)",
+    "beam_candidates(Tensor scores, Tensor running_scores, int count, bool log_softmax, Tensor? highest,"
+    f" Tensor? random, bool pdl, {OPTIONAL_EDITS}) -> (Tensor, Tensor)",
     _fake,
 )
 
@@ -111,7 +119,52 @@ def beam_candidates(
     logits = scores if scores.dtype in _KERNEL_DTYPES else scores.float()
     running = running_scores.float()
     pdl = pdl and logits is scores and running is running_scores  # otherwise the previous kernel is a cast
-    return RAW[chosen](logits, running, count, log_softmax, pdl, *for_kernel(edits))
+    return RAW[chosen](logits, running, count, log_softmax, None, None, pdl, *for_kernel(edits))
+
+
+def drawn_continuations(
+    scores: Tensor,
+    running_scores: Tensor,
+    count: int,
+    random: Tensor,
+    *,
+    highest: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`torch.multinomial` of each item's `softmax(scores + running_scores)` over its beams and the vocabulary.
+
+    Args:
+        scores: [items * beams, V] float32 on a GPU, any strides; no NaN, and a finite one for each item.
+        running_scores: [items, beams] float32.
+        count: how many continuations per item, without replacement; "auto" takes the reference above 32.
+        random: as for `decode_sample_`, of `exponential_()` for [items, beams * V]; 1 is added to its last element.
+        highest: [items * beams] float32, the highest of each row of `scores`, if the caller knows them.
+        backend: "auto", "cuda" or "reference".
+
+    Returns:
+        `scores + running_scores` [items, count] float32 in the order of the draw, and places [items, count] int64 in
+        beams x V.
+
+    Raises:
+        ValueError: shapes that do not fit together, or a `count` above the number of continuations.
+        BackendError: the named backend cannot run here; the message says why.
+    """
+    _check(scores, running_scores, count, None)
+    check_random(random, scores)
+    if backend == "auto" and count > MAX_COUNT:
+        backend = "reference"
+    dtypes = (scores.dtype, running_scores.dtype)
+    chosen = registry.pick_without_gradient("beam_candidates", backend, dtypes, scores, running_scores)
+    if chosen == "reference":
+        accumulated = (scores.unflatten(0, running_scores.shape) + running_scores[:, :, None]).flatten(1)
+        numbers = drawn(random, accumulated.shape)
+        places = torch.topk(accumulated.softmax(dim=-1) / numbers, count).indices
+        values = torch.gather(accumulated, 1, places)
+    else:
+        highest = scores.amax(dim=1) if highest is None else highest
+        values, places = RAW[chosen](scores, running_scores, count, False, highest, random, False, *for_kernel(None))
+    random[2:] += 1
+    return values, places
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

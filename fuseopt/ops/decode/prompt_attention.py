@@ -113,6 +113,9 @@ def prompt_attention_(
     softmax and sums are float32, and weights are rounded before the product with the values. In the CUDA kernel,
     infinite or NaN values of later tokens do not affect a token's result.
 
+    For heads that share keys, or are rotated or normalised, `decode_rotary_store_` fills the caches, and
+    `F.scaled_dot_product_attention(..., enable_gqa=True)` reads them.
+
     Args:
         qkv: [rows, length, 3, heads, head_dim], the output of a projection to query, key and value; any strides,
             float32, float16, bfloat16 or float64. The CUDA kernel takes float16 and bfloat16, and a head_dim that is a

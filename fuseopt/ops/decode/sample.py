@@ -5,7 +5,6 @@ Upstream, in the order in which `generate()` applies them: those of `edit_logits
 2024, arXiv 2407.01082), `TypicalLogitsWarper` (Meister et al. 2023, arXiv 2202.00666), and `torch.multinomial`.
 """
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -16,13 +15,12 @@ from torch import Tensor
 from fuseopt.ops import registry
 from fuseopt.ops.decode.edit_logits import OPTIONAL_EDITS, LogitsEdits, check_edits, edit_logits, for_kernel
 from fuseopt.ops.decode.select import check_state, decode_select_
+from fuseopt.ops.decode.torch_draw import MOST_NUMBERS, check_random, drawn
 from fuseopt.ops.library import check_shape, define
 
 # Tokens that a block of the kernel can have, and blocks that share a row: 16 on GPUs with clusters of blocks.
 _TOKENS_OF_BLOCK, _BLOCKS_OF_CLUSTER = 2**16 - 8, 16
-# Of torch's exponential_: threads of a block, numbers that a thread takes from a counter of Philox, and the most that
-# one launch draws.
-_DRAW_THREADS, _NUMBERS_OF_COUNTER, _MOST_NUMBERS = 256, 4, 2**29
+_MOST_MIN_TOKENS = 128
 
 
 class SamplingFilters(NamedTuple):
@@ -35,12 +33,14 @@ class SamplingFilters(NamedTuple):
         min_p: keeps tokens that are at least this many times as likely as the likeliest; 0 for all.
         typical_p: keeps tokens whose information is nearest to the entropy, and whose probabilities add up to this
             much; 1 for all.
+        min_tokens: `top_p` and `min_p` keep at least this many of the likeliest tokens; 1 with `typical_p`.
     """
 
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     typical_p: float = 1.0
+    min_tokens: int = 1
 
 
 NO_FILTERS = SamplingFilters()
@@ -54,6 +54,7 @@ def _fake(
     top_p: float,
     min_p: float,
     typical_p: float,
+    min_tokens: int,
     tokens: Tensor,
     ids: Tensor,
     length: Tensor,
@@ -71,8 +72,9 @@ def _fake(
 
 RAW = define(
     "decode_sample_(Tensor logits, Tensor? divisors, Tensor? random, int top_k, float top_p, float min_p,"
-    " float typical_p, Tensor(a!) tokens, Tensor(b!) ids, Tensor(c!) length, Tensor(d!) unfinished, Tensor(e!) going,"
-    f" Tensor pad, Tensor? eos, Tensor(f!)[] counters, Tensor(g!)[] kept, bool pdl, {OPTIONAL_EDITS}) -> ()",
+    " float typical_p, int min_tokens, Tensor(a!) tokens, Tensor(b!) ids, Tensor(c!) length, Tensor(d!) unfinished,"
+    " Tensor(e!) going, Tensor pad, Tensor? eos, Tensor(f!)[] counters, Tensor(g!)[] kept, bool pdl,"
+    f" {OPTIONAL_EDITS}) -> ()",
     _fake,
 )
 
@@ -84,11 +86,14 @@ def filtered(scores: Tensor, filters: SamplingFilters) -> Tensor:
     if filters.top_p < 1:
         ascending, order = torch.sort(scores, descending=False)
         is_removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= (1 - filters.top_p)
-        is_removed[..., -1] = False
+        is_removed[..., -filters.min_tokens :] = False
         scores = scores.masked_fill(is_removed.scatter(1, order, is_removed), -math.inf)
     if filters.min_p > 0:
         probabilities = scores.softmax(dim=-1)
         is_removed = probabilities < filters.min_p * probabilities.amax(dim=-1, keepdim=True)
+        if filters.min_tokens > 1:
+            likeliest = torch.topk(probabilities, min(filters.min_tokens, scores.shape[-1]), dim=-1).indices
+            is_removed = is_removed.scatter(-1, likeliest, False)
         scores = scores.masked_fill(is_removed, -math.inf)
     if filters.typical_p < 1:
         scores = _typical(scores, filters.typical_p)
@@ -115,28 +120,7 @@ def _has_kernel(logits: Tensor) -> bool:
 def draws_numbers(logits: Tensor) -> bool:
     """Whether `decode_sample_` draws its random numbers in its kernel, and so takes `random` in a captured step."""
     on_gpu = registry.pick("decode_sample_", "auto", logits.device, (logits.dtype,)) != "reference"
-    return on_gpu and _has_kernel(logits) and logits.numel() <= _MOST_NUMBERS
-
-
-@functools.cache
-def _threads_of_draw(count: int, device: torch.device) -> int:
-    properties = torch.cuda.get_device_properties(device)
-    blocks = properties.multi_processor_count * (properties.max_threads_per_multi_processor // _DRAW_THREADS)
-    return _DRAW_THREADS * min(-(-count // _DRAW_THREADS), blocks)
-
-
-def offset_of_draw(count: int, device: torch.device) -> int:
-    """By how much torch's generator advances when `exponential_` draws `count` float32 numbers on a GPU."""
-    return -(-count // (_threads_of_draw(count, device) * _NUMBERS_OF_COUNTER)) * _NUMBERS_OF_COUNTER
-
-
-def _drawn(random: Tensor, shape: torch.Size) -> Tensor:
-    """What the kernel draws, from a generator of its own."""
-    seed, offset, draws = random.tolist()
-    generator = torch.Generator(random.device)
-    generator.manual_seed(seed % 2**64)
-    generator.set_offset(offset + draws * offset_of_draw(shape.numel(), random.device))
-    return torch.empty(shape, device=random.device).exponential_(generator=generator)
+    return on_gpu and _has_kernel(logits) and logits.numel() <= MOST_NUMBERS
 
 
 def _check(
@@ -156,21 +140,29 @@ def _check(
         if divisors.dtype != torch.float32:
             raise TypeError(f"divisors must be torch.float32, not {divisors.dtype}")
     if random is not None:
-        if random.dtype != torch.int64 or random.shape != (3,) or not random.is_cuda:
-            raise ValueError(
-                f"random must be [3] torch.int64 on a GPU, not {list(random.shape)} {random.dtype} on {random.device}"
-            )
-        if logits.numel() > _MOST_NUMBERS:
-            raise ValueError(f"random serves up to {_MOST_NUMBERS} logits, not {logits.numel()}")
+        check_random(random, logits)
     if kept is not None:
         check_shape("kept", kept, logits.shape)
         if kept.dtype != torch.float32:
             raise TypeError(f"kept must be torch.float32, not {kept.dtype}")
+    _check_filters(logits, filters, edits)
+
+
+def are_in_range(filters: SamplingFilters) -> bool:
+    """Whether the ops keep so many tokens at least."""
+    return 1 <= filters.min_tokens <= (_MOST_MIN_TOKENS if filters.typical_p == 1 else 1)
+
+
+def _check_filters(scores: Tensor, filters: SamplingFilters, edits: LogitsEdits | None) -> None:
     if edits is not None:
-        check_edits(edits, *logits.shape)
+        check_edits(edits, *scores.shape)
     if filters.top_k < 0:
         raise ValueError(f"filters.top_k must be positive, or 0 for all tokens, not {filters.top_k}")
-    for name, value in zip(filters._fields[1:], filters[1:], strict=True):
+    if not are_in_range(filters):
+        limits = f"between 1 and {_MOST_MIN_TOKENS}, and 1 with typical_p"
+        raise ValueError(f"filters.min_tokens must be {limits}, not {filters.min_tokens}")
+    for name in ("top_p", "min_p", "typical_p"):
+        value = getattr(filters, name)
         if not 0 <= value <= 1:
             raise ValueError(f"filters.{name} must be in [0, 1], not {value}")
 
@@ -239,13 +231,75 @@ def decode_sample_(
         if kept is not None:
             kept.copy_(scores)
         if random is not None:
-            divisors = _drawn(random, logits.shape)
+            divisors = drawn(random, logits.shape)
         decode_select_(scores.softmax(dim=-1), *state, counters=counters, divisors=divisors, backend=backend)
     else:
         if logits.dtype == torch.float64:
             logits = logits.float()
         returned = [] if kept is None else [kept]
         RAW[chosen](logits, divisors, random, *filters, *state, list(counters), returned, pdl, *for_kernel(edits))
+
+
+def _fake_filter(scores: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
+    kept = scores.new_empty(scores.shape, dtype=torch.float32)
+    return kept, kept.new_empty(len(kept))
+
+
+RAW_FILTER = define(
+    "filter_scores(Tensor scores, int top_k, float top_p, float min_p, float typical_p, int min_tokens, bool pdl,"
+    f" {OPTIONAL_EDITS}) -> (Tensor, Tensor)",
+    _fake_filter,
+)
+
+
+def filter_scores_reference(scores: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+    """`filter_scores` in plain PyTorch."""
+    return filter_scores(scores, **options, backend="reference")  # type: ignore[arg-type]
+
+
+def filter_scores(
+    scores: Tensor,
+    *,
+    filters: SamplingFilters = NO_FILTERS,
+    edits: LogitsEdits | None = None,
+    pdl: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The scores that `decode_sample_` would draw from.
+
+    Args:
+        scores: [rows, V], any strides; float32, float16, bfloat16 or float64.
+        filters, edits, pdl, backend: as for `decode_sample_`.
+
+    Returns:
+        [rows, V] float32, the edited scores, -inf where a filter removed one; and the highest score of each row, [rows]
+        float32.
+
+    Raises:
+        ValueError: shapes that do not fit together, or filters out of range.
+        RuntimeError: a row without a finite score, or with infinity or NaN: a device-side assertion, on a GPU only.
+        BackendError: the named backend cannot run here, or scores require a gradient under grad mode.
+    """
+    if scores.dim() != 2 or scores.shape[1] == 0:
+        raise ValueError(f"scores must be [rows, vocabulary], not {tuple(scores.shape)}")
+    _check_filters(scores, filters, edits)
+    chosen = registry.pick_without_gradient("filter_scores", backend, (scores.dtype,), scores)
+    if chosen == "reference" or (backend == "auto" and not _has_kernel(scores)):
+        kept = filtered(scores.float() if edits is None else edit_logits(scores, edits, backend=backend), filters)
+        return kept, kept.amax(dim=-1)
+    if scores.dtype == torch.float64:
+        scores, pdl = scores.float(), False
+    return RAW_FILTER[chosen](scores, *filters, pdl, *for_kernel(edits))
+
+
+def filter_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
+    for rows, vocabulary, filters in (
+        (1, 7, SamplingFilters(top_k=3)),
+        (3, 300, SamplingFilters(top_k=20, min_p=0.05, min_tokens=2)),
+        (2, 50, SamplingFilters(top_p=0.9)),
+        (0, 5, NO_FILTERS),
+    ):
+        yield registry.SampleInput((torch.randn(rows, vocabulary, device=device, dtype=dtype),), {"filters": filters})
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
@@ -275,5 +329,14 @@ registry.register(
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.REFERENCE),
         in_place=True,
+    )
+)
+registry.register(
+    registry.Op(
+        name="filter_scores",
+        function=filter_scores,
+        reference=filter_scores_reference,
+        sample_inputs=filter_inputs,
+        backends=(registry.CUDA, registry.REFERENCE),
     )
 )

@@ -6,7 +6,7 @@ import torch
 from fuseopt.bench.harness import bytes_floor
 from fuseopt.bench.harness.architectures import load_config, weightless
 from fuseopt.bench.harness.bytes_floor import cache_bytes, copy_bandwidth, weight_bytes
-from fuseopt.bench.harness.timer import Timing
+from fuseopt.runtime.timer import Timing
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import torch
 
 from fuseopt.bench.harness import cuda_graph
 from fuseopt.bench.harness.cuda_graph import calls_per_graph, graph_of, set_count, stay_in_cache
-from fuseopt.bench.harness.timer import device_seconds
+from fuseopt.runtime.timer import device_seconds
 
 DEVICE = torch.device("cuda")
 MIB = 2**20

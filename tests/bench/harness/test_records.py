@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from fuseopt.bench.harness.records import STATIC, Record, Results
-from fuseopt.bench.harness.timer import Timing
 from fuseopt.errors import ConfigError
+from fuseopt.runtime.timer import Timing
 
 STOCK = Timing((0.2, 0.2, 0.22))
 ROWS = (

@@ -12,11 +12,11 @@ import torch
 from fuseopt.bench.harness import op_timing
 from fuseopt.bench.harness.op_cases import OpCase
 from fuseopt.bench.harness.op_timing import time_op
-from fuseopt.bench.harness.timer import Timing
 from fuseopt.bench.suites import ops
 from fuseopt.cli import main
 from fuseopt.errors import ConfigError
 from fuseopt.ops import registry
+from fuseopt.runtime.timer import Timing
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -63,9 +63,8 @@ def _attended(query: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _linear(input: Tensor, weights: Any, *_: Any, gated: bool = False, residual: Any = None, **__: Any) -> Tensor:
-    count = 1 if gated else len(weights)
     dtype = weights[0].dtype if residual is None else torch.promote_types(weights[0].dtype, residual.dtype)
-    return on_gpu(len(input), len(weights[0]) * count, dtype=dtype)
+    return on_gpu(len(input), sum(map(len, weights[:1] if gated else weights)), dtype=dtype)
 
 
 def _same(input: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -138,7 +137,7 @@ def recording(model: nn.Module, kernels: str, modules: Iterable[Any]) -> Iterato
 
 
 def state_of(step: Any, rows: int, beams: int = 1, encodes: bool = False) -> DecodeState:
-    return DecodeState(Sizes(rows, 128, 128 if encodes else 0, beams, beams), step.shape, step.vocab)
+    return step.new_state(Sizes(rows, 128, 128 if encodes else 0, beams, beams))
 
 
 def as_recorded(model: nn.Module) -> nn.Module:

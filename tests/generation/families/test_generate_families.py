@@ -10,7 +10,7 @@ import fuseopt
 from fuseopt import ops
 from fuseopt.generation.engine import prompt_attention
 from fuseopt.generation.tiers import Tier
-from tests.generation.families.tiny_decoders import DECODERS, grouped
+from tests.generation.families.tiny_decoders import DECODERS, ENCODER_DECODERS, grouped, whisper
 from tests.generation.same_calls import (
     GENERATION,
     ON_DEVICE,
@@ -31,13 +31,14 @@ CALLS = {
     "beams": {"num_beams": 3},
     "on_host": {"do_sample": True, "bad_words_ids": [[5]]},
 }
+FAMILIES = DECODERS | ENCODER_DECODERS
 WINDOWED = ("mistral", "gemma3")
 
 
 @pytest.mark.parametrize("kind", CALLS)
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_calls_give_what_transformers_does(family: str, kind: str, each_device: torch.device) -> None:
-    model = DECODERS[family]()
+    model = FAMILIES[family]()
     tier = Tier.FAST_FORWARD if kind == "on_host" else Tier.DEVICE_LOOP
     compare(model, prompt(model, 3, 6, 0), tier, max_new_tokens=9, eos_token_id=60, **CALLS[kind])
 
@@ -56,10 +57,40 @@ def test_prompts_whose_keys_one_op_stores(family: str, padded: bool, monkeypatch
     assert len(stored) == count
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "gptj", "gpt_neox", "bart", "mt5", "umt5"])
+@pytest.mark.usefixtures("as_on_gpu")
+def test_calls_that_are_repeated_as_on_a_gpu(family: str) -> None:
+    """By ops and early prompts; the step is captured, as far as a CPU can, and replayed."""
+    stock, fused = FAMILIES[family](), fuseopt.initialize(FAMILIES[family](), GENERATION)
+    for padded in (False, True):
+        for length in (6, 6, 6, 4):
+            inputs = prompt(stock, 2, length, length, padded)
+            given = {**inputs, "max_new_tokens": 9, "pad_token_id": 0, "eos_token_id": 60}
+            assert torch.equal(fused.generate(**given), stock.generate(**given))
+            assert fused.generate.calls[-1].tier is Tier.DEVICE_LOOP, fused.generate.calls[-1]
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "beams"])
+def test_whisper(kind: str, each_device: torch.device) -> None:
+    """Whose generate() is its own, around that of transformers."""
+    model, features = whisper(), torch.randn(2, 8, 60, generator=torch.Generator().manual_seed(0), device="cpu")
+    arguments = {"max_new_tokens": 8, **CALLS[kind], "num_return_sequences": 1}
+
+    def tokens() -> torch.Tensor:
+        torch.manual_seed(1)
+        return model.generate(features.to(model.device), **arguments)
+
+    wanted = tokens()
+    with fuseopt.fused(model, GENERATION):
+        for _ in range(2):
+            assert torch.equal(tokens(), wanted)
+            assert model.generate.calls[-1].tier is Tier.DEVICE_LOOP
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_sweep_of_arguments(family: str, each_device: torch.device) -> None:
-    model = DECODERS[family]()
+    model = FAMILIES[family]()
 
     @sweep(60)
     @given(st.integers(1, 4), st.integers(1, 9), st.booleans(), calls(ON_DEVICE), st.sampled_from((1, 1, 1, 2, 4)))

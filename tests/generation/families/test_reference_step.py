@@ -14,7 +14,15 @@ from fuseopt.generation.families.decoder_spec import DecoderSpec, not_built_reas
 from fuseopt.generation.families.reference_step import KeyValueCache, ReferenceDecoder, attend
 from fuseopt.generation.families.spec_step import SpecStep
 from tests import tiny
-from tests.generation.families.tiny_decoders import DECODERS, gpt_neox, opt, randomised, scaled, step_of
+from tests.generation.families.tiny_decoders import (
+    DECODERS,
+    ENCODER_DECODERS,
+    gpt_neox,
+    opt,
+    randomised,
+    scaled,
+    step_of,
+)
 from tests.generation.same_calls import GENERATION
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -39,20 +47,21 @@ def test_a_prompt_and_then_single_tokens_give_what_transformers_does(family: str
     assert wanted.std() > 0.1
 
 
-@pytest.mark.parametrize("make", [tiny.t5, tiny.t5_gated])
+@pytest.mark.parametrize("family", ENCODER_DECODERS)
 @torch.no_grad()
-def test_a_decoder_behind_an_encoder_gives_what_transformers_does(make: object) -> None:
-    model = randomised(make())
+def test_a_decoder_behind_an_encoder_gives_what_transformers_does(family: str) -> None:
+    model = randomised(ENCODER_DECODERS[family]())
     generator = torch.Generator().manual_seed(1)
-    ids, tokens = (torch.randint(3, tiny.VOCAB, size, generator=generator) for size in ((2, 6), (2, 140)))
+    # Further than the last bucket of a relative bias begins, or nearly as many as there are positions.
+    lengths = [1, 1, 132, 1, 5] if "t5" in family else [1, 1, 50, 1, 5]
+    ids, tokens = (torch.randint(3, tiny.VOCAB, size, generator=generator) for size in ((2, 6), (2, sum(lengths))))
     mask = torch.ones_like(ids)
     mask[1, 4:] = 0
-    encoded = model.encoder(ids, attention_mask=mask)[0]
+    encoded = model.get_encoder()(ids, attention_mask=mask)[0]
     wanted = model(encoder_outputs=(encoded,), attention_mask=mask, decoder_input_ids=tokens).logits
-    decoder, cache = ReferenceDecoder(t5.spec_of(model)), KeyValueCache()
+    decoder, cache = ReferenceDecoder(step_of(model).spec_of(model)), KeyValueCache()
     decoder.encode(cache, encoded, mask)
-    # Further than the last bucket of the relative bias begins.
-    got = [decoder(cache, part) for part in tokens.split([1, 1, 132, 1, 5], dim=1)]
+    got = [decoder(cache, part) for part in tokens.split(lengths, dim=1)]
     torch.testing.assert_close(torch.cat(got, 1), wanted, **CLOSE)
 
 
@@ -85,11 +94,11 @@ def reference_logits(spec: DecoderSpec, prompt: Tensor, tokens: Tensor, encoded:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", [*DECODERS, "t5", "t5_gated"])
+@pytest.mark.parametrize("family", [*DECODERS, *ENCODER_DECODERS])
 @torch.no_grad()
 def test_the_step_gives_what_the_reference_does(family: str, rows: int, each_device: torch.device) -> None:
     """On a GPU by the kernels."""
-    model = randomised((DECODERS | {"t5": tiny.t5, "t5_gated": tiny.t5_gated})[family]())
+    model = randomised((DECODERS | ENCODER_DECODERS)[family]())
     step_class, encodes = step_of(model), model.config.is_encoder_decoder
     generator = torch.Generator().manual_seed(2)
     with torch.device("cpu"):

@@ -4,28 +4,28 @@ import re
 
 import pytest
 import torch
-from transformers import GPT2LMHeadModel, T5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from fuseopt.bench.harness.architectures import load_config
 from fuseopt.generation.families import spec_step
-from fuseopt.generation.families.gpt2 import GPT2Step
-from fuseopt.generation.families.t5 import T5Step
 from tests.generation.families.step_recorder import as_recorded, recording, state_of
+from tests.generation.families.tiny_decoders import step_of
 
 LAYERS = 2
 CLAMP = ["isinf", "any", "where", "neg", "clamp"]
 # What launches nothing, and the masks of attention without kernels.
 VIEWS = ("unflatten", "__getitem__", "permute", "unbind", "split", "transpose", "flatten", "view", "unsqueeze")
-NOT_COUNTED = {*VIEWS, "__len__", "stride", "to", "add"}
+NOT_COUNTED = {*VIEWS, "__len__", "numel", "stride", "to", "add"}
 
 
 def model_of(name: str, dtype: torch.dtype) -> torch.nn.Module:
-    encodes = name.startswith("t5")
-    counts = {"num_layers": LAYERS, "num_decoder_layers": LAYERS} if encodes else {"n_layer": LAYERS}
+    layers = ("num_layers", "num_decoder_layers", "n_layer", "num_hidden_layers")
+    known = {layer for layer in layers if hasattr(load_config(name), layer)}
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
-            model = (T5ForConditionalGeneration if encodes else GPT2LMHeadModel)(load_config(name, **counts))
+            config = load_config(name, **dict.fromkeys(known, LAYERS))
+            model = (AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM).from_config(config)
     finally:
         torch.set_default_dtype(torch.float32)
     return as_recorded(model)
@@ -42,7 +42,7 @@ def short(call: str) -> str | None:
         modules += [module] if module not in modules else []
     extras = [
         f"+{name}"
-        for name in ("residual", "bias", "gelu_tanh", "relu")
+        for name in ("residual", "bias", "gelu_tanh", "relu", "silu", "rotary")
         if re.search(rf"(?<![._]){name}(?!\[)", arguments)
     ]
     extras += ["+gated"] if "gated=True" in arguments else []
@@ -50,9 +50,10 @@ def short(call: str) -> str | None:
 
 
 def calls_of(name: str, kernels: str, rows: int, beams: int = 1, dtype: torch.dtype = torch.bfloat16) -> list[str]:
-    model, encodes = model_of(name, dtype), name.startswith("t5")
+    model = model_of(name, dtype)
+    encodes = model.config.is_encoder_decoder
     with recording(model, kernels, [spec_step]) as calls:
-        step = (T5Step if encodes else GPT2Step)(model)
+        step = step_of(model)(model)
         state = state_of(step, rows, beams, encodes)
         calls.clear()
         step(state).logits()
@@ -94,6 +95,24 @@ def test_gpt2(name: str, width: int, heads: int, rows: int, beams: int) -> None:
         *layer * LAYERS,
         f"decode_linear {x} wte ln_f",
     ]
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-0.6b"])
+@pytest.mark.parametrize(("rows", "beams"), ROWS)
+def test_llama_like(name: str, rows: int, beams: int) -> None:
+    """Five launches a layer: norms of the queries and rotation are inside attention."""
+    config = load_config(name)
+    x, attended = f"[{rows}, {config.hidden_size}]", config.num_attention_heads * config.head_dim
+    norms = "" if name.startswith("llama") else " q_norm k_norm"
+    layer = [
+        f"decode_linear {x} q_proj k_proj v_proj input_layernorm",
+        f"decode_attention_ [{rows}, {config.num_attention_heads}, {config.head_dim}]{norms} +rotary",
+        f"decode_linear [{rows}, {attended}] o_proj +residual",
+        f"decode_linear {x} gate_proj up_proj post_attention_layernorm +silu +gated",
+        f"decode_linear [{rows}, {config.intermediate_size}] down_proj +residual",
+    ]
+    begin, end = f"decode_embedding [{rows}] embed_tokens", f"decode_linear {x} embed_tokens norm"
+    assert calls_of(name, "fused", rows, beams) == [begin, *layer * LAYERS, end]
 
 
 @pytest.mark.parametrize(("name", "width", "heads"), T5_SIZES)

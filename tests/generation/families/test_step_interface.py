@@ -18,7 +18,7 @@ from fuseopt.generation.families.step_interface import (
 )
 from fuseopt.generation.families.t5 import T5Step
 from fuseopt.generation.tiers import Tier
-from fuseopt.models import GPT2, T5
+from fuseopt.models import COMMON, GPT2, T5
 from fuseopt.modules.base import full_name
 from tests import tiny
 from tests.generation.same_calls import GENERATION, assert_same, generate, prompt
@@ -119,6 +119,6 @@ def test_registering_again_replaces_and_says_so(caplog):
 
 
 def test_steps_of_the_package_are_found_by_their_paths():
-    for policy, step in ((GPT2, GPT2Step), (T5, T5Step)):
-        ((model_class, path),) = policy.decode_steps.items()
-        assert decode_step_class(path) is step and unknown_step(model_class, path) is None
+    steps = {**GPT2.decode_steps, **T5.decode_steps, **COMMON.decode_steps}
+    assert {GPT2Step, T5Step} < set(map(decode_step_class, steps.values()))
+    assert [unknown_step(model_class, path) for model_class, path in steps.items()] == [None] * len(steps)

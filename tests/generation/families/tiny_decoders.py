@@ -6,12 +6,18 @@ from functools import partial
 import torch
 from torch import nn
 from transformers import (
+    BartForConditionalGeneration,
     GPTJConfig,
     GPTJForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    MarianMTModel,
+    MBartForConditionalGeneration,
     OPTConfig,
     OPTForCausalLM,
+    PegasusForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 from fuseopt.generation.families.spec_step import SpecStep
@@ -83,6 +89,40 @@ DECODERS: dict[str, Callable[[], nn.Module]] = {
     "opt_post_norm": partial(opt, do_layer_norm_before=False),
 }
 """Decoder-only models, by the name of a family or of a variant."""
+
+
+def bart(model_class: type[nn.Module], **config: object) -> nn.Module:
+    """Of BART or a family whose config has the same names."""
+    sizes = {"d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 64}
+    heads = {"encoder_attention_heads": 3, "decoder_attention_heads": 3}
+    inner = {"encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "scale_embedding": True}
+    ids = {"decoder_start_token_id": 2, "forced_eos_token_id": None, "forced_bos_token_id": None}
+    model = _made(model_class, model_class.config_class(**_IDS | ids, **sizes, **heads, **inner, **config))
+    with torch.no_grad():
+        model.final_logits_bias.normal_()
+    return model
+
+
+def whisper() -> nn.Module:
+    sizes = {"d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 8, "max_source_positions": 30}
+    heads = {"encoder_attention_heads": 3, "decoder_attention_heads": 3, "max_target_positions": 40}
+    ids = {"decoder_start_token_id": 3, "begin_suppress_tokens": None, "suppress_tokens": None}
+    inner = {"encoder_ffn_dim": 40, "decoder_ffn_dim": 40}
+    config = WhisperConfig(**_IDS, **sizes, **heads, **ids, **inner)
+    return _made(WhisperForConditionalGeneration, config)
+
+
+ENCODER_DECODERS: dict[str, Callable[[], nn.Module]] = {
+    "t5": tiny.t5,
+    "t5_gated": tiny.t5_gated,
+    "mt5": tiny.mt5,
+    "umt5": tiny.umt5,
+    "bart": partial(bart, BartForConditionalGeneration),
+    "marian": partial(bart, MarianMTModel, decoder_vocab_size=tiny.VOCAB),
+    "mbart": partial(bart, MBartForConditionalGeneration),
+    "pegasus": partial(bart, PegasusForConditionalGeneration),
+}
+"""Models with an encoder, likewise."""
 
 
 def step_of(model: nn.Module) -> type[SpecStep]:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuseopt.errors import BackendError
-from fuseopt.ops import beam_candidates
+from fuseopt.ops import beam_candidates, drawn_continuations
 from tests.ops.cases import Case, RawCalls, cases
 
 every_case = pytest.mark.parametrize("case", cases("beam_candidates"))
@@ -98,3 +98,34 @@ def test_captured_in_a_graph() -> None:
         graph.replay()
         expected = torch.topk(scores.view(2, -1), 6)
         assert torch.equal(values, expected.values) and torch.equal(places, expected.indices)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda", "reference"])
+@pytest.mark.parametrize(
+    ("items", "beams", "vocabulary", "kept"), [(1, 2, 11, 11), (3, 4, 50_257, 50), (2, 3, 9000, 2)]
+)
+def test_draws_what_multinomial_draws(backend: str, items: int, beams: int, vocabulary: int, kept: int) -> None:
+    """Also fewer continuations of any probability than are drawn: those left are torch.topk's of zeros."""
+    device, count = torch.device("cuda"), 2 * beams
+    generator = torch.Generator(device).manual_seed(2**63 + 5)
+    random = torch.tensor([5 - 2**63, 0, 0], device=device)
+    running = torch.full((items, beams), -1e9, device=device)
+    running[:, 0] = 0
+    for step in range(4):
+        scores = torch.randn(items * beams, vocabulary, device=device).log_softmax(dim=-1)
+        scores = scores.masked_fill(scores < scores.topk(kept).values[:, -1:], -torch.inf)
+        accumulated = (scores.unflatten(0, (items, beams)) + running[:, :, None]).flatten(1)
+        expected = torch.multinomial(accumulated.softmax(dim=-1), count, generator=generator)
+        values, places = drawn_continuations(scores, running, count, random, backend=backend)
+        assert torch.equal(places, expected) and torch.equal(values, accumulated.gather(1, expected))
+        assert random[2].item() == step + 1
+        running = torch.randn_like(running)
+
+
+def test_numbers_are_drawn_on_a_gpu_only() -> None:
+    scores, running = torch.zeros(2, 5), torch.zeros(1, 2)
+    with pytest.raises(ValueError, match=r"random must be \[3\] torch\.int64 on a GPU"):
+        drawn_continuations(scores, running, 2, torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="count must be between"):
+        drawn_continuations(scores, running, 11, torch.zeros(3, dtype=torch.int64))

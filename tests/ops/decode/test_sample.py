@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers.generation import logits_process
 
 from fuseopt.errors import BackendError
-from fuseopt.ops import SamplingFilters, decode_sample_, decode_select_, edit_logits
+from fuseopt.ops import SamplingFilters, decode_sample_, decode_select_, edit_logits, filter_scores
 from fuseopt.ops.decode.edit_logits import LogitsEdits, sample_edits
-from fuseopt.ops.decode.sample import offset_of_draw
+from fuseopt.ops.decode.torch_draw import offset_of_draw
 from tests.ops.cases import DTYPES, Case, RawCalls, cases, examples, launched_kernels
 from tests.ops.decode.decode_states import state_of
 
@@ -25,6 +25,12 @@ FILTERS = st.builds(
     top_p=st.one_of(st.just(1.0), st.floats(0.0, 1.0), st.sampled_from([1e-7, 0.95, 1 - 1e-7])),
     min_p=st.one_of(st.just(0.0), st.floats(0.0, 1.0), st.sampled_from([1e-5, 0.05, 1.0])),
     typical_p=st.one_of(st.just(1.0), st.floats(0.01, 0.99)),
+) | st.builds(
+    SamplingFilters,
+    top_k=st.one_of(st.just(0), st.integers(20, 60)),
+    top_p=st.one_of(st.just(1.0), st.floats(0.0, 0.9)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.0, 1.0)),
+    min_tokens=st.integers(2, 20),
 )
 # Rounding moves sums of probabilities, differences from the entropy, and ratios by no more than these.
 OF_SUMS, OF_DIFFERENCES, OF_RATIOS = 1e-5, 2e-5, 4e-6
@@ -38,8 +44,10 @@ def warpers(filters: SamplingFilters) -> list[logits_process.LogitsProcessor]:
         "min_p": logits_process.MinPLogitsWarper,
         "typical_p": logits_process.TypicalLogitsWarper,
     }
-    absent = SamplingFilters()
-    return [made[name](value) for name, value in filters._asdict().items() if value != getattr(absent, name)]
+    absent, least = SamplingFilters(), {"min_tokens_to_keep": filters.min_tokens}
+    return [
+        made[name](getattr(filters, name), **least) for name in made if getattr(filters, name) != getattr(absent, name)
+    ]
 
 
 def rounding_decides(scores: Tensor, divisors: Tensor, filters: SamplingFilters) -> tuple[Tensor, Tensor]:
@@ -55,7 +63,7 @@ def rounding_decides(scores: Tensor, divisors: Tensor, filters: SamplingFilters)
         if isinstance(warper, logits_process.TopPLogitsWarper):
             ascending, order = probabilities.sort(dim=-1, stable=True)
             near = (ascending.cumsum(-1) - (1 - warper.top_p)).abs() < OF_SUMS
-            near[:, -1] = False
+            near[:, -warper.min_tokens_to_keep :] = False
             unclear |= torch.zeros_like(near).scatter(1, order, near)
             if scores.shape[1] <= 32:
                 lowest = kept.masked_fill(kept == -torch.inf, torch.inf).amin(-1, keepdim=True)
@@ -63,6 +71,9 @@ def rounding_decides(scores: Tensor, divisors: Tensor, filters: SamplingFilters)
         elif isinstance(warper, logits_process.MinPLogitsWarper):
             relative = probabilities / probabilities.amax(-1, keepdim=True)
             unclear |= ((relative / max(warper.min_p, 1e-30) - 1).abs() < OF_RATIOS) & (relative != 1)
+            if warper.min_tokens_to_keep > 1:  # of equal scores upstream keeps any
+                lowest = kept.masked_fill(kept == -torch.inf, torch.inf).amin(-1, keepdim=True)
+                unclear |= (scores == lowest) & ((scores == lowest).sum(-1, keepdim=True) > 1)
         elif isinstance(warper, logits_process.TypicalLogitsWarper):
             information = -probabilities.log()
             distances = (information - (probabilities * information).nansum(-1, keepdim=True)).abs()
@@ -103,6 +114,8 @@ def check_draws(case: Case, logits: Tensor, filters: SamplingFilters, edits: Log
     decode_select_(kept.softmax(-1), *expected.values(), divisors=divisors, backend="reference")
     draw, unclear = rounding_decides(scores, divisors, filters)
     assert torch.equal(returned.masked_fill(unclear, 0), kept.masked_fill(unclear, 0))
+    only_filtered, highest = filter_scores(logits, filters=filters, edits=edits, backend=case.backend)
+    assert torch.equal(only_filtered, returned) and torch.equal(highest, returned.amax(-1))
     decided = ~draw
     assert torch.equal(state["tokens"][decided], expected["tokens"][decided])
     assert torch.equal(state["ids"][:, 4], state["tokens"]) and state["length"].item() == 5
@@ -215,6 +228,8 @@ def test_wrong_arguments_are_refused_by_name(case: Case) -> None:
         (SamplingFilters(top_k=-1), "top_k must be positive"),
         (SamplingFilters(top_p=1.5), r"top_p must be in \[0, 1\]"),
         (SamplingFilters(typical_p=torch.nan), "typical_p must be"),
+        (SamplingFilters(min_tokens=0), "min_tokens must be between 1 and 128"),
+        (SamplingFilters(min_tokens=2, typical_p=0.5), "1 with typical_p"),
     ):
         with pytest.raises(ValueError, match=message):
             case(logits, logits, *state.values(), filters=filters)
@@ -324,3 +339,15 @@ def test_a_gradient_is_not_for_kernels() -> None:
     state = state_of(1, 0, [], torch.device("cpu"))
     with pytest.raises(BackendError, match="autograd"):
         decode_sample_(torch.zeros(1, 5, requires_grad=True), torch.ones(1, 5), *state.values(), backend="cuda")
+
+
+@pytest.mark.gpu
+def test_filters_take_a_row_without_a_finite_score() -> None:
+    """As of a beam whose tokens are all banned."""
+    scores = torch.randn(3, 9001, device="cuda")
+    scores[1] = -torch.inf
+    for filters in (SamplingFilters(top_k=5, min_tokens=2), SamplingFilters(top_p=0.5, min_p=0.1)):
+        kept, highest = filter_scores(scores, filters=filters, backend="cuda")
+        expected, _ = filter_scores(scores[::2].contiguous(), filters=filters, backend="cuda")
+        assert torch.equal(kept[::2], expected) and (kept[1] == -torch.inf).all()
+        assert torch.equal(highest, scores.amax(-1))

@@ -176,17 +176,23 @@ struct Attended {
   template <bool kFirst = false, typename Tile, typename Query, int kTiles>
   __device__ void add(Tile (&tiles)[kTiles], const Query& query, int queries, const float (&addends)[kTiles][2],
                       unsigned dropped, float scale) {
-    add_scored<kFirst>(tiles, query, queries, dropped, [&](float product, int tile, int half, int) {
-      const float addend = addends[tile][half];
-      return addend == -INFINITY ? -INFINITY : product * scale + addend;
+    add_scored<kFirst>(tiles, query, queries, dropped, [&](float (&scores)[kTiles][4], int q) {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float& score = scores[t][h * 2 + q];
+          score = addends[t][h] == -INFINITY ? -INFINITY : score * scale + addends[t][h];
+        }
+      }
     });
   }
 
-  // The same with `score_of(product, tile, half, q)`: the score, in powers of two, of key lane / 4 + 8 `half` of a tile
-  // and query lane % 4 * 2 + q; -INFINITY excludes the key.
-  template <bool kFirst = false, typename Tile, typename Query, int kTiles, typename ScoreOf>
+  // The same with `to_scores(products, q)`: makes scores, in powers of two, of products [tile][h * 2 + q] of keys
+  // lane / 4 + 8 h with query lane % 4 * 2 + q; -INFINITY excludes a key.
+  template <bool kFirst = false, typename Tile, typename Query, int kTiles, typename ToScores>
   __device__ void add_scored(Tile (&tiles)[kTiles], const Query& query, int queries, unsigned dropped,
-                             ScoreOf score_of) {
+                             ToScores to_scores) {
     float scores[kTiles][4] = {};
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
@@ -201,14 +207,13 @@ struct Attended {
         for (int t = 0; t < kTiles; ++t) scores[t][q] = scores[t][2 + q] = 0;
         continue;
       }
+      to_scores(scores, q);
       float raised = largest[q];
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          float& score = scores[t][h * 2 + q];
-          score = score_of(score, t, h, q);
-          raised = fmaxf(raised, score);
+          raised = fmaxf(raised, scores[t][h * 2 + q]);
         }
       }
 #pragma unroll

@@ -38,7 +38,7 @@ struct DecodeLinear {
   bool gated;
   bool pdl;         // may start before the previous kernel on the stream has ended
   const void* prefetch[kMaxWeights];  // weights to prefetch into the L2 cache, or null
-  int64_t prefetch_bytes;             // of each
+  int64_t prefetch_bytes[kMaxWeights];
   TypedPointer output;  // [rows, sum of widths], or [rows, out_features] if gated
   const float* split_k_partials;  // [kSplitK, rows, in_features] to be added to `input`; or null
   void* sum;  // with `split_k_partials`: that sum, [rows, in_features] of the input's dtype
@@ -47,6 +47,18 @@ struct DecodeLinear {
   TokenRules rules;     // applied before comparing for `best`
   const int64_t* sequence_length;  // determines which rules hold
 };
+
+inline int64_t output_columns(const DecodeLinear& layer) {
+  int64_t columns = 0;
+  for (const int64_t width : layer.widths) columns += width;
+  return layer.gated ? layer.out_features : columns;
+}
+
+inline bool has_one_width(const DecodeLinear& layer) {
+  bool has_one = true;
+  for (int i = 1; i < layer.weight_count; ++i) has_one &= layer.widths[i] == layer.widths[0];
+  return has_one;
+}
 
 // One integer for all rows, or one for each.
 struct Integers {
@@ -100,6 +112,7 @@ struct DecodeAttention {
   double scale;
   bool pdl;  // may start before the previous kernel on the stream has ended
   void* output;  // [rows, heads, head_dim]
+  float* workspace;  // fuseopt_decode_attention_workspace floats, written before they are read
   float score_scale;  // `scale` for scores in powers of two; set by the launcher
 
   bool has_rotation() const {
@@ -212,12 +225,15 @@ struct DecodeSample {
   double top_p;         // 1: none
   double min_p;         // 0: none
   double typical_p;     // 1: none
+  int min_tokens;       // of the highest scores, that top_p and min_p leave; 1 with typical_p
   int blocks;           // per row, as fuseopt_decode_sample_blocks returns
   float* scratch;       // [rows, fuseopt_decode_sample_scratch]; null if that is 0
   float* kept;          // [rows, vocabulary]: gets the scores that are left, and -inf for others; or null
+  float* highest;       // [rows]: gets the highest score; then nothing is drawn, and the step does not end; or null
 };
 
-// The `count` best continuations of each item's beams.
+// The `count` best continuations of each item's beams; or, with `highest`, those that torch.multinomial would draw. Scores
+// are then float32, without edits or log-softmax.
 struct BeamCandidates {
   static constexpr int kMaxCount = 32;  // sorted by one warp
   ScoreMatrix scores;                   // [items * beams, vocabulary]
@@ -226,6 +242,8 @@ struct BeamCandidates {
   bool has_edits;
   LogitsEdits edits;  // of float32 scores, after the log-softmax
   const float* running_scores;  // [items, beams]
+  const float* highest;         // of each row of `scores`; or null
+  const int64_t* random;        // with `highest`, as of DecodeSample
   int64_t items;
   int64_t beams;
   int count;

@@ -66,6 +66,9 @@ bool fuseopt_takes_decode_softmax_linear(DecodeLinear layer, int64_t groups);
 
 cudaError_t fuseopt_decode_softmax_linear(DecodeLinear layer, int64_t groups, cudaStream_t stream);
 
+// Floats of `workspace` that the call needs, which may be 0.
+int64_t fuseopt_decode_attention_workspace(const DecodeAttention& attention);
+
 cudaError_t fuseopt_decode_attention(DecodeAttention attention, cudaStream_t stream);
 
 // The same for one row whose query, key and value are the layer's outputs, which go only to the attention and the

@@ -28,10 +28,11 @@ class StreamRows {
   __device__ int row() const { return row_; }
 
   // Loads from column `first_k` on, with zeros after the end. kSums: rows are sums, which are also stored if `leaves`.
-  template <bool kSums>
-  __device__ void load(const StreamLayer<T>& layer, int first_k, bool leaves) {
+  // `change(piece, k)` changes a piece before it is kept, from the k-th of the loaded columns on.
+  template <bool kSums, typename Change>
+  __device__ void load(const StreamLayer<T>& layer, int first_k, bool leaves, Change change) {
     // TUNED: measurement not recorded (6a46d2d); `fuseopt bench kernels --model gpt2` measures it again.
-    constexpr int kLoads = kSums ? 2 : 4;  // loads in flight
+    constexpr int kLoads = kSums ? 2 : sizeof(X) == 2 ? 8 : 4;  // loads in flight
     const int64_t first_of_row = static_cast<int64_t>(row_) * layer.in_features;
     const X* const input = static_cast<const X*>(layer.input) + first_of_row;
 #pragma unroll 1
@@ -61,9 +62,28 @@ class StreamRows {
           if (is_there(i)) loaded[i] = rounded_sum(loaded[i], added[i]);
           if (leaves && is_there(i)) *reinterpret_cast<Piece*>(layer.sum + first_of_row + k_at(i)) = loaded[i];
         }
+        if (is_there(i)) change(loaded[i], k_at(i) - first_k);
         if (first + i * kWarpSize < count_) pieces_[first + i * kWarpSize] = loaded[i];
       }
     }
+  }
+
+  // The same, times an RMS norm's weight from `scale` on, if there is one. The sum of squares of the lane's row.
+  template <bool kSums>
+  __device__ float load_scaled(const StreamLayer<T>& layer, int first_k, bool leaves, const T* scale) {
+    float squares = 0.f;
+    const float one = layer.adds_one ? 1.f : 0.f;
+    load<kSums>(layer, first_k, leaves, [&](Piece& x, int k) {
+      float values[kLaneValues];
+#pragma unroll
+      for (int i = 0; i < kLaneValues; ++i) values[i] = x[i], squares = fmaf(values[i], values[i], squares);
+      if (layer.norm_weight == nullptr) return;
+      const auto factors = *reinterpret_cast<const Vector<T, kLaneValues>*>(scale + k);
+#pragma unroll
+      for (int i = 0; i < kLaneValues; ++i) values[i] *= factors[i] + one;
+      store_floats_as<T>(&x, 0, values);
+    });
+    return sum_of_row(squares);
   }
 
   // Moments of the lane's row, of which `columns` are present.
@@ -83,12 +103,7 @@ class StreamRows {
         squares = fmaf(deviation, deviation, squares);
       }
     }
-#pragma unroll
-    for (int distance = 1; distance < kWarpSize; distance *= 2) {
-      if (distance >= 4 && distance < 4 << slot_bits_) continue;  // another row
-      sum += __shfl_xor_sync(kFullWarp, sum, distance);
-      squares += __shfl_xor_sync(kFullWarp, squares, distance);
-    }
+    sum = sum_of_row(sum), squares = sum_of_row(squares);
     const float mean = columns > 0 ? __fdividef(sum, columns) : 0.f;
     return {pivot + mean, squares - sum * mean};
   }
@@ -125,6 +140,16 @@ class StreamRows {
   }
 
  private:
+  // Of the lanes that have the same row.
+  __device__ float sum_of_row(float value) const {
+#pragma unroll
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+      if (distance >= 4 && distance < 4 << slot_bits_) continue;  // another row
+      value += __shfl_xor_sync(kFullWarp, value, distance);
+    }
+    return value;
+  }
+
   __device__ int slot() const { return threadIdx.x % kWarpSize / 4 & ((1 << slot_bits_) - 1); }
   __device__ int k_of(int piece) const { return (piece >> 2 + slot_bits_) * kChunk + piece % 4 * kLaneValues; }
 

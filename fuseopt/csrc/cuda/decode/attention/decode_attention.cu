@@ -5,9 +5,10 @@
 // key, with 8 dimensions per lane, and runs the online softmax over its own places. The groups of a warp merge their
 // results by shuffles. The warps of all blocks store theirs in the shared memory of the first block, which merges them
 // in a fixed order. The blocks form one cluster, so neither global memory nor counters are needed.
-#include "cuda/decode/attention/grouped.cuh"
-#include "cuda/decode/attention/mma.cuh"
-#include "cuda/common/vector.cuh"
+#include "cuda/common/dependent_launch.cuh"
+#include "cuda/common/partial_softmax.cuh"
+#include "cuda/decode/attention/head_rotation.cuh"
+#include "cuda/decode/attention/on_tensor_cores.h"
 
 namespace fuseopt::decode_attention {
 
@@ -20,8 +21,8 @@ constexpr int kUnroll = 4;  // keys in flight per group
 constexpr int kMaxSplits = 8;
 constexpr int kPlacesPerSplit = 64;
 constexpr int kMaxHeadDim = kWarpSize * kLaneDims;
-// TUNED: measurement not recorded. Longer caches are read by the kernel for grouped queries, which splits them further.
-constexpr int64_t kMaxPlainCapacity = 4096;
+// Longer caches are read by the kernel for grouped queries, which splits them further.
+constexpr int64_t kMaxMmaCapacity = 4096;
 
 struct SplitAttention {
   DecodeAttention attention;
@@ -251,12 +252,16 @@ unsigned splits_for(const DecodeAttention& attention) {
   return splits;
 }
 
+// Whether there is one query per head of keys, as it is, of a size that mma.cuh has, and no long cache.
+bool suits_mma(const DecodeAttention& attention) {
+  return attention.group == 1 && !attention.has_rotation() && attention.window == 0 && attention.softcap == 0 &&
+         (attention.head_dim == 64 || attention.head_dim == 128) && attention.capacity <= kMaxMmaCapacity;
+}
+
 // False if no kernel of the tensor cores takes it.
 template <typename T>
 bool launch_on_tensor_cores(const DecodeAttention& attention, cudaStream_t stream, cudaError_t& error) {
-  const bool is_plain = attention.group == 1 && !attention.has_rotation() && attention.window == 0 &&
-                        attention.softcap == 0 && attention.capacity <= kMaxPlainCapacity;
-  if (is_plain && launch_decode_attention_mma<T>(attention, stream, error)) return true;
+  if (suits_mma(attention) && launch_decode_attention_mma<T>(attention, stream, error)) return true;
   return launch_decode_attention_grouped<T>(attention, stream, error);
 }
 
@@ -289,7 +294,6 @@ cudaError_t launch_as(const DecodeAttention& attention, cudaStream_t stream) {
     if (split.aligned && launch_on_tensor_cores<T>(attention, stream, error)) return error;
   }
   if constexpr (!std::is_same_v<T, double>) {  // double is for comparison only and need not be fast
-    if (attention.head_dim <= 4 * kLaneDims) return launch_plain<T, 4>(split, stream);
     if (attention.head_dim <= 8 * kLaneDims) return launch_plain<T, 8>(split, stream);
     if (attention.head_dim <= 16 * kLaneDims) return launch_plain<T, 16>(split, stream);
   }
@@ -298,6 +302,12 @@ cudaError_t launch_as(const DecodeAttention& attention, cudaStream_t stream) {
 }
 
 }  // namespace
+
+extern "C" int64_t fuseopt_decode_attention_workspace(const DecodeAttention& attention) {
+  if (suits_mma(attention) || attention.rows * attention.heads * attention.head_dim == 0) return 0;
+  if (attention.dtype == kFloat16) return grouped_workspace<__half>(attention);
+  return attention.dtype == kBFloat16 ? grouped_workspace<__nv_bfloat16>(attention) : 0;
+}
 
 extern "C" cudaError_t fuseopt_decode_attention(DecodeAttention attention, cudaStream_t stream) {
   if (attention.rows == 0 || attention.heads == 0 || attention.head_dim == 0) return cudaSuccess;

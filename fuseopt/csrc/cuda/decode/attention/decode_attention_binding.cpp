@@ -90,6 +90,11 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<Update>& 
   attention.pdl = guard.allowed();
   Tensor output = allocate(q, {rows, attention.heads * attention.head_dim}, dtype_of(query));
   attention.output = output.data_ptr();
+  std::optional<Tensor> workspace;
+  if (const int64_t floats = fuseopt_decode_attention_workspace(attention); floats > 0) {
+    workspace = allocate(q, {floats}, ScalarType::Float);
+    attention.workspace = static_cast<float*>(workspace->data_ptr());
+  }
   launch.check(fuseopt_decode_attention(attention, launch.stream()));
   return output;
 }

@@ -1,8 +1,10 @@
 // decode_attention's kernel for grouped queries. It has a file of its own to shorten the build.
-#include "cuda/decode/attention/grouped.cuh"
+#include "cuda/decode/attention/grouped_launch.cuh"
 
 namespace fuseopt {
 
+template int64_t grouped_workspace<__half>(const DecodeAttention&);
+template int64_t grouped_workspace<__nv_bfloat16>(const DecodeAttention&);
 template bool launch_decode_attention_grouped<__half>(const DecodeAttention&, cudaStream_t, cudaError_t&);
 template bool launch_decode_attention_grouped<__nv_bfloat16>(const DecodeAttention&, cudaStream_t, cudaError_t&);
 

@@ -1,10 +1,11 @@
 // decode_attention for 16-bit caches whose heads of keys serve a group of queries each, with rotation, norms, windows and
 // soft caps, and for long caches.
 //
-// A head of keys of an item has a block, or a cluster of blocks, that reads each key once for up to 8 queries: a group's,
-// or those of several beams. More queries have further blocks, which find the keys in the L2 cache. The warps take tiles
-// of keys in turn, through stages in shared memory as in many_rows.cuh. Meanwhile the queries and the new key are
-// normalised and rotated; they are shared by the block's warps. Parts are merged in a block, then in the cluster.
+// A head of keys of an item has one or several blocks, which read each key once for up to 8 queries: a group's, or those
+// of several beams. More queries have further blocks, which find the keys in the L2 cache. The warps take tiles of keys
+// in turn, through stages in shared memory as in many_rows.cuh. Meanwhile the queries and the new key are normalised and
+// rotated; they are shared by the block's warps. Parts are merged in a block, then in a cluster of up to 16 blocks. A
+// long cache has more blocks: they leave their parts in global memory, and a second kernel merges them.
 #pragma once
 
 #include "cuda/decode/attention/head_rotation.cuh"
@@ -15,16 +16,23 @@ namespace fuseopt {
 
 constexpr int kMaxGroupedWarps = 8;
 
-// Warps of a block, blocks of a cluster, and stages of a warp.
+// Warps of a block, blocks of a head of keys, and stages of a warp. The blocks are a cluster, unless `leaves_parts`.
 struct GroupedShape {
-  unsigned warps, cluster;
+  unsigned warps, blocks;
   int stages;
+  bool leaves_parts;
 };
 
 struct GroupedAttention {
   DecodeAttention attention;
-  int stages;
+  int blocks, stages;
+  bool leaves_parts;  // in `attention.workspace`
 };
+
+// The part of one block in the workspace: [rows, heads, blocks] of stats and `head_dim` weighted values.
+__device__ inline float* part_of(const DecodeAttention& attention, int64_t row_and_head, int blocks, int block) {
+  return attention.workspace + (row_and_head * blocks + block) * (attention.head_dim + 2);
+}
 
 template <typename T, int kDims>
 struct GroupedMemory {
@@ -44,8 +52,8 @@ struct GroupedMemory {
   static size_t bytes(const GroupedShape& shape) { return fixed_bytes() + sizeof(Tiles) * shape.warps * shape.stages; }
 };
 
-template <typename T, int kDims, bool kAncestry>
-__global__ void __launch_bounds__(kMaxGroupedWarps* kWarpSize)
+template <typename T, int kDims>
+__global__ void __launch_bounds__(kMaxGroupedWarps* kWarpSize, kDims > 128 ? 1 : 2)
     decode_attention_grouped_kernel(const __grid_constant__ GroupedAttention grouped) {
   using Memory = GroupedMemory<T, kDims>;
   using Tile = typename Memory::Tile;
@@ -56,14 +64,17 @@ __global__ void __launch_bounds__(kMaxGroupedWarps* kWarpSize)
   let_successor_start();
   const DecodeAttention& attention = grouped.attention;
   const int lane = threadIdx.x % kWarpSize, own = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
-  const int blocks = cluster_size(), rank = cluster_rank();
+  const int blocks = grouped.blocks, rank = static_cast<int>(blockIdx.x) % blocks;
   const int head_dim = static_cast<int>(attention.head_dim), group = static_cast<int>(attention.group);
   const int beams = static_cast<int>(attention.queries_per_kv) / group;  // rows that share an item
-  const unsigned item = cluster_index(), kv_head = blockIdx.y, kv_heads = gridDim.y, heads = kv_heads * group;
+  const unsigned item = blockIdx.x / blocks, kv_head = blockIdx.y, kv_heads = gridDim.y, heads = kv_heads * group;
   const int first_query = blockIdx.z * kTileQueries;
   const int queries = min(beams * group - first_query, kTileQueries);
-  const auto row_of = [&](int query) { return item * beams + (first_query + query) / group; };
-  const auto head_of = [&](int query) { return kv_head * group + (first_query + query) % group; };
+  // Without a division where an item has one row.
+  const auto row_of = [&](int query) { return beams == 1 ? item : item * beams + (first_query + query) / group; };
+  const auto head_of = [&](int query) {
+    return kv_head * group + (beams == 1 ? first_query + query : (first_query + query) % group);
+  };
   const unsigned row = item * beams;  // the only one if there is an ancestry or a new key
   const bool has_token = attention.key.data != nullptr, has_piece = Tile::own_piece() * 8 < head_dim;
   extern __shared__ __align__(kRingAlignment) char grouped_shared[];
@@ -75,7 +86,9 @@ __global__ void __launch_bounds__(kMaxGroupedWarps* kWarpSize)
   const int64_t head_offset = item * row_size + kv_head * head_size;
   T* const key_cache = static_cast<T*>(attention.key_cache) + head_offset;
   T* const value_cache = static_cast<T*>(attention.value_cache) + head_offset;
-  FilledPlaces places(attention, Lengths(attention, item));
+  const Lengths lengths(attention, item);
+  const LaneRotation<float> rotation(attention.rotation, row, Tile::own_piece() * 8, head_dim);
+  FilledPlaces places(attention, lengths);
   if (attention.window > 0) {
     places.start = max(places.start, places.end - static_cast<int>(attention.window));
     places.first = max(places.first, min(places.start, places.end - 1));
@@ -85,7 +98,7 @@ __global__ void __launch_bounds__(kMaxGroupedWarps* kWarpSize)
   const auto place_of_lane = [&](int base) { return min(base + lane % kKeys, capacity - 1); };
   const auto mask_of_lane = [&](int base) { return mask_of(attention, item, place_of_lane(base)); };
   const auto ancestor_of_lane = [&](int base) {
-    return kAncestry ? ancestor_of(attention, row, place_of_lane(base)) : row;
+    return attention.ancestry == nullptr ? row : ancestor_of(attention, row, place_of_lane(base));
   };
   // Evicted first, as in many_rows.cuh, unless other blocks read the same keys.
   const uint64_t policy = evict_first();
@@ -93,12 +106,8 @@ __global__ void __launch_bounds__(kMaxGroupedWarps* kWarpSize)
     const int place = base + Tile::own_key();
     const int64_t from = static_cast<int64_t>(place) * head_dim + Tile::own_piece() * 8;
     const auto offset_of = [&](int key) {
-      int64_t offset = key * head_dim;
-      if constexpr (kAncestry) {
-        const unsigned source = __shfl_sync(kFullWarp, ancestor, key + Tile::own_key());
-        offset += static_cast<int>(source - row) * row_size;
-      }
-      return offset;
+      const unsigned source = __shfl_sync(kFullWarp, ancestor, key + Tile::own_key());
+      return static_cast<int>(source - row) * row_size + key * head_dim;
     };
     const int there = has_piece ? written - place : 0;
     if (gridDim.z == 1) Tile::fetch(tiles, key_cache + from, value_cache + from, there, offset_of, policy);
@@ -115,7 +124,6 @@ __global__ void __launch_bounds__(kMaxGroupedWarps* kWarpSize)
     end_copy_group();
   }
   unsigned next_mask = mask_of_lane(base);
-  const LaneRotation<float> rotation(attention.rotation, row, Tile::own_piece() * 8, head_dim);
   wait_for_predecessor();
 
   // Queries, and the new key and value: kPieces lanes take one.
@@ -182,13 +190,18 @@ __global__ void __launch_bounds__(kMaxGroupedWarps* kWarpSize)
       }
       __syncwarp();
     }
-    attended.add_scored(tiles, query, queries, dropped, [&](float product, int tile, int half, int q) {
-      const int key = tile * kTileKeys + half * 8 + lane / 4;
-      if ((kept >> key & 1) == 0) return -INFINITY;
-      float score = product * scale;
-      if (cap > 0) score = cap * kLog2E * tanhf(product * cap_scale);
-      if (attention.bias.data == nullptr) return score;
-      return score + bias_of<T>(attention, places, head_of(lane % 4 * 2 + q), base + key);
+    attended.add_scored(tiles, query, queries, dropped, [&](float (&scores)[Memory::kTiles][4], int q) {
+      const auto for_each = [&](auto change) {
+#pragma unroll
+        for (int i = 0; i < Memory::kTiles * 2; ++i) change(scores[i / 2][i % 2 * 2 + q], i * 8 + lane / 4);
+      };
+      if (cap > 0) for_each([&](float& score, int) { score = cap * kLog2E * tanhf(score * cap_scale); });
+      else for_each([&](float& score, int) { score *= scale; });
+      if (attention.bias.data != nullptr) {
+        const unsigned head = head_of(lane % 4 * 2 + q);
+        for_each([&](float& score, int key) { score += bias_of<T>(attention, places, head, base + key); });
+      }
+      for_each([&](float& score, int key) { score = kept >> key & 1 ? score : -INFINITY; });
     });
     __syncwarp();
     const unsigned ancestor = next_ancestor;
@@ -220,33 +233,40 @@ __global__ void __launch_bounds__(kMaxGroupedWarps* kWarpSize)
     }
     return all;
   };
+  const auto index_of = [&](int query) { return uint64_t(row_of(query)) * heads + head_of(query); };
   const auto store = [&](int query, int dim, float2 merged, float sum) {
     const float reciprocal = reciprocal_of_sum(sum);
-    T* const output = static_cast<T*>(attention.output) + (uint64_t(row_of(query)) * heads + head_of(query)) * head_dim;
-    *reinterpret_cast<unsigned*>(output + dim) = packed<T>(merged.x * reciprocal, merged.y * reciprocal);
+    T* const output = static_cast<T*>(attention.output) + index_of(query) * head_dim + dim;
+    *reinterpret_cast<unsigned*>(output) = packed<T>(merged.x * reciprocal, merged.y * reciprocal);
   };
-  const int pairs = head_dim / 2;
-  for (int index = threadIdx.x; index < queries * pairs; index += blockDim.x) {
-    const int q = index / pairs, dim = index % pairs * 2;
+  constexpr int kPairs = kDims / 2;
+  for (int index = threadIdx.x; index < queries * kPairs; index += blockDim.x) {
+    const int q = index / kPairs, dim = index % kPairs * 2;
+    if (dim >= head_dim) continue;
     float2 merged;
     const PartStats all = merge(
         IntTag<kMaxGroupedWarps>{}, warps,
         [&](int warp) { return PartStats{result_of(warp)->largest[q], result_of(warp)->sum[q]}; },
         [&](int warp) { return reinterpret_cast<const float2&>(result_of(warp)->values[q][dim]); }, merged);
-    if (blocks > 1) {
+    if (grouped.leaves_parts) {
+      float* const part = part_of(attention, index_of(q), blocks, rank);
+      *reinterpret_cast<float2*>(part + 2 + dim) = merged;
+      if (dim == 0) *reinterpret_cast<PartStats*>(part) = all;
+    } else if (blocks > 1) {
       reinterpret_cast<float2&>(memory.merged[q][dim]) = merged;
       if (dim == 0) memory.stats[q] = all;
     } else {
       store(q, dim, merged, all.sum);
     }
   }
-  if (blocks == 1) return;
+  if (blocks == 1 || grouped.leaves_parts) return;
   cluster_barrier();
   const auto remote = [&](const float& value, int block) {
     return __uint_as_float(load_from_block(reinterpret_cast<const unsigned*>(&value), block));
   };
-  for (int index = rank * blockDim.x + threadIdx.x; index < queries * pairs; index += blocks * blockDim.x) {
-    const int q = index / pairs, dim = index % pairs * 2;
+  for (int index = rank * blockDim.x + threadIdx.x; index < queries * kPairs; index += blocks * blockDim.x) {
+    const int q = index / kPairs, dim = index % kPairs * 2;
+    if (dim >= head_dim) continue;
     float2 merged;
     const PartStats all = merge(
         IntTag<kMaxClusterSize>{}, blocks,
@@ -257,72 +277,5 @@ __global__ void __launch_bounds__(kMaxGroupedWarps* kWarpSize)
   }
   cluster_barrier();  // the others' memory is read until here
 }
-
-// As many warps a head as fill the device, in blocks and then in clusters; then as many stages as fit.
-template <typename T, int kDims>
-GroupedShape grouped_shape(const DecodeAttention& attention, int64_t units) {
-  using Memory = GroupedMemory<T, kDims>;
-  constexpr unsigned kMostWarps = kDims > 128 ? kMaxGroupedWarps / 2 : kMaxGroupedWarps;
-  static_assert(Memory::fixed_bytes() + kMostWarps * sizeof(typename Memory::Tiles) <= kLeastSharedBytesOfSm80);
-  // TUNED: measurement not recorded.
-  constexpr int64_t kWarps = 12, kSharedBytes = 200 * 1024;
-  constexpr int kMaxStages = 3;
-  const int64_t processors = multiprocessor_count();
-  const int64_t longest = attention.window > 0 ? std::min(attention.window, attention.capacity) : attention.capacity;
-  const int64_t tiles = ceil_div(longest, Memory::kKeys);
-  GroupedShape shape{kMostWarps, 1, 1};
-  while (shape.warps > 1 && (units * shape.warps > kWarps * processors || shape.warps / 2 >= tiles)) shape.warps /= 2;
-  while (is_sm90_or_newer() && shape.cluster < kMaxClusterSize && shape.warps * shape.cluster < tiles &&
-         units * shape.cluster * 2 <= processors) {
-    shape.cluster *= 2;
-  }
-  const auto most = static_cast<int64_t>(shared_bytes_of_block());
-  const int64_t resident = ceil_div(units * shape.cluster, processors);
-  const int64_t of_block = std::min(most, std::min(kSharedBytes, most) / resident) - int64_t(Memory::fixed_bytes());
-  const int64_t stages = std::min(of_block / int64_t(sizeof(typename Memory::Tiles) * shape.warps),
-                                  ceil_div(tiles, shape.warps * shape.cluster));
-  shape.stages = static_cast<int>(std::clamp<int64_t>(stages, 1, kMaxStages));
-  return shape;
-}
-
-template <typename T, int kDims>
-cudaError_t launch_grouped_kernel(const DecodeAttention& attention, int64_t items, unsigned parts_of_queries,
-                                  const GroupedShape& grouped, cudaStream_t stream) {
-  const LaunchShape shape{.blocks = static_cast<unsigned>(items) * grouped.cluster,
-                          .threads = grouped.warps * kWarpSize,
-                          .shared_bytes = GroupedMemory<T, kDims>::bytes(grouped),
-                          .cluster_blocks = grouped.cluster,
-                          .blocks_y = static_cast<unsigned>(attention.kv_heads),
-                          .blocks_z = parts_of_queries};
-  const auto kernel = attention.ancestry != nullptr ? decode_attention_grouped_kernel<T, kDims, true>
-                                                    : decode_attention_grouped_kernel<T, kDims, false>;
-  constexpr unsigned kPortableCluster = 8;
-  if (grouped.cluster > kPortableCluster) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-    if (error != cudaSuccess) return error;
-  }
-  return launch_dependent(kernel, GroupedAttention{attention, grouped.stages}, shape, attention.pdl, stream);
-}
-
-template <typename T, int kDims>
-cudaError_t launch_grouped_kernel(const DecodeAttention& attention, cudaStream_t stream) {
-  const int64_t items = attention.rows * attention.group / attention.queries_per_kv;
-  const auto parts = static_cast<unsigned>(ceil_div(attention.queries_per_kv, kTileQueries));
-  const GroupedShape shape = grouped_shape<T, kDims>(attention, items * attention.kv_heads * parts);
-  return launch_grouped_kernel<T, kDims>(attention, items, parts, shape, stream);
-}
-
-// Any head size that is a multiple of 8, up to 256. False on a device without the instructions.
-template <typename T>
-bool launch_decode_attention_grouped(const DecodeAttention& attention, cudaStream_t stream, cudaError_t& error) {
-  if (compute_capability_major() < 8 || attention.head_dim % 8 != 0 || attention.head_dim > 256) return false;
-  error = attention.head_dim <= 64    ? launch_grouped_kernel<T, 64>(attention, stream)
-          : attention.head_dim <= 128 ? launch_grouped_kernel<T, 128>(attention, stream)
-                                      : launch_grouped_kernel<T, 256>(attention, stream);
-  return true;
-}
-
-extern template bool launch_decode_attention_grouped<__half>(const DecodeAttention&, cudaStream_t, cudaError_t&);
-extern template bool launch_decode_attention_grouped<__nv_bfloat16>(const DecodeAttention&, cudaStream_t, cudaError_t&);
 
 }  // namespace fuseopt

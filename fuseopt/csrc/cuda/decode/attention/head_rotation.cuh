@@ -34,7 +34,7 @@ class LaneRotation {
   static constexpr int kScratch = kLaneDims + 1;
 
   __device__ LaneRotation(const HeadRotation& rotation, int64_t row, int dim, int head_dim)
-      : rotation_(rotation), dim_(dim), head_dim_(head_dim) {
+      : rotation_(rotation), dim_(dim), head_dim_(head_dim), reciprocal_dim_(Acc(1) / head_dim) {
     if (rotation.table != nullptr) {
       const int64_t last = rotation.positions - 1;
       const int64_t position = min(max(integer_at(rotation.row_positions, row), int64_t(0)), last);
@@ -42,10 +42,10 @@ class LaneRotation {
       const int pairs = rotation.rotated / 2;
 #pragma unroll
       for (int i = 0; i < kLaneDims; ++i) {
-        if (dim + i >= rotation.rotated) continue;
         const int pair = rotation.interleaved ? (dim + i) / 2 : dim + i - (is_first(i) ? 0 : pairs);
-        cos_[i] = line[pair];
-        sin_[i] = line[pairs + pair];
+        const int there = dim + i < rotation.rotated ? pair : 0;  // loads without branches are in flight together
+        cos_[i] = line[there];
+        sin_[i] = line[pairs + there];
       }
     }
     load_weight(rotation.q_norm, q_weight_);
@@ -60,7 +60,7 @@ class LaneRotation {
       Acc squares = 0;
 #pragma unroll
       for (int i = 0; i < kLaneDims; ++i) squares += x[i] * x[i];
-      const Acc mean = warp_reduce<Sum, kLanes>(squares) / Acc(head_dim_);
+      const Acc mean = warp_reduce<Sum, kLanes>(squares) * reciprocal_dim_;
       const Acc factor = reciprocal_root(mean + Acc(rotation_.eps));
       const bool has_norm = part == HeadPart::kQuery ? rotation_.q_norm.data != nullptr
                                                      : part == HeadPart::kKey && rotation_.k_norm.data != nullptr;
@@ -91,16 +91,34 @@ class LaneRotation {
 
   __device__ static int place_of(int dim) { return dim + dim / kLaneDims; }
 
-  __device__ void load_weight(TypedPointer norm, Acc (&weight)[kLaneDims]) const {
-    if (norm.data == nullptr) return;
+  template <typename Weight>
+  __device__ void load_weight_as(const void* norm, Acc (&weight)[kLaneDims]) const {
+    Weight loaded[kLaneDims] = {};
 #pragma unroll
     for (int i = 0; i < kLaneDims; ++i) {
-      if (dim_ + i < head_dim_) weight[i] = load_as<Acc>(norm, dim_ + i) + Acc(rotation_.offset);
+      if (dim_ + i < head_dim_) loaded[i] = static_cast<const Weight*>(norm)[dim_ + i];
+    }
+#pragma unroll
+    for (int i = 0; i < kLaneDims; ++i) {
+      if constexpr (std::is_same_v<Weight, double>) weight[i] = static_cast<Acc>(loaded[i]);
+      else weight[i] = to_float(loaded[i]);
+      weight[i] += static_cast<Acc>(rotation_.offset);
+    }
+  }
+
+  __device__ void load_weight(TypedPointer norm, Acc (&weight)[kLaneDims]) const {
+    if (norm.data == nullptr) return;
+    switch (static_cast<DType>(norm.dtype)) {
+      case kFloat32: return load_weight_as<float>(norm.data, weight);
+      case kFloat16: return load_weight_as<__half>(norm.data, weight);
+      case kBFloat16: return load_weight_as<__nv_bfloat16>(norm.data, weight);
+      case kFloat64: return load_weight_as<double>(norm.data, weight);
     }
   }
 
   const HeadRotation& rotation_;
   const int dim_, head_dim_;
+  const Acc reciprocal_dim_;
   Acc cos_[kLaneDims] = {}, sin_[kLaneDims] = {}, q_weight_[kLaneDims] = {}, k_weight_[kLaneDims] = {};
 };
 

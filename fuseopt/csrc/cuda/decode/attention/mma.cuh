@@ -187,7 +187,4 @@ bool launch_decode_attention_mma(const DecodeAttention& attention, cudaStream_t 
   }
 }
 
-extern template bool launch_decode_attention_mma<__half>(const DecodeAttention&, cudaStream_t, cudaError_t&);
-extern template bool launch_decode_attention_mma<__nv_bfloat16>(const DecodeAttention&, cudaStream_t, cudaError_t&);
-
 }  // namespace fuseopt

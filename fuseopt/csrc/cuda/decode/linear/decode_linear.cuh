@@ -8,18 +8,6 @@ namespace fuseopt {
 
 constexpr int kTileColumns = 8;  // output columns of one tile: the width of a 16-byte access to a 16-bit Conv1D weight
 
-inline int64_t output_columns(const DecodeLinear& layer) {
-  int64_t columns = 0;
-  for (const int64_t width : layer.widths) columns += width;
-  return layer.gated ? layer.out_features : columns;
-}
-
-inline bool has_one_width(const DecodeLinear& layer) {
-  bool has_one = true;
-  for (int i = 1; i < layer.weight_count; ++i) has_one &= layer.widths[i] == layer.widths[0];
-  return has_one;
-}
-
 // The kernels for weights of a 16-bit type or float32, T; false where they cannot take the arguments.
 template <typename T>
 bool launch_decode_linear_few_rows(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);

@@ -131,10 +131,9 @@ inline LinearCall linear_call(const char* op, PdlGuard& guard, const Tensor& inp
   FUSEOPT_CHECK(prefetch.size() <= DecodeLinear::kMaxWeights, "fuseopt::", op, ": at most three tensors to prefetch, not ",
                 prefetch.size());
   for (size_t i = 0; i < prefetch.size(); ++i) {
-    FUSEOPT_CHECK(prefetch[i].numel() == prefetch[0].numel() && dtype_of(prefetch[i]) == dtype_of(prefetch[0]), "fuseopt::", op,
-                  ": tensors to prefetch must have one size and dtype");
-    if (is_dense(prefetch[i])) layer.prefetch[i] = prefetch[i].data_ptr();
-    layer.prefetch_bytes = prefetch[0].numel() * element_size(dtype_of(prefetch[0])) / kPrefetchBytes * kPrefetchBytes;
+    if (!is_dense(prefetch[i])) continue;
+    layer.prefetch[i] = prefetch[i].data_ptr();
+    layer.prefetch_bytes[i] = prefetch[i].numel() * element_size(dtype_of(prefetch[i])) / kPrefetchBytes * kPrefetchBytes;
   }
 
   const auto sizes = x.sizes();

@@ -152,9 +152,12 @@ bool takes_mma(const DecodeLinear& layer) {
   return compute_capability_major() >= 8 && suits_mma<T>(layer);
 }
 
-// Whether the streaming kernel for weights [N, K] takes such a layer: of gated pairs without a norm any.
+// Whether the streaming kernel for weights [N, K] takes such a layer: of gated pairs without a norm any, and of output
+// projections smaller ones, as skinny_mma's registers leave the next kernel's blocks no room.
 inline bool takes_streamed_nk(const DecodeLinear& layer) {
-  const bool is_large = exceeds_registers(layer) || (layer.gated && layer.norm == kNoNorm);
+  const bool is_output = layer.norm == kNoNorm && layer.rows <= kHalfRows &&
+                         weight_bytes(layer) >= tuning().decode_linear_output_held_bytes * multiprocessor_count();
+  const bool is_large = exceeds_registers(layer) || is_output || (layer.gated && layer.norm == kNoNorm);
   return !layer.weights_are_transposed && is_large && StreamedNKPlan(layer).per_multiprocessor() > 0;
 }
 
@@ -162,8 +165,7 @@ template <typename T>
 int64_t decode_linear_parts(const DecodeLinear& layer) {
   const bool has_best = layer.rows > 0 && layer.rows <= kHalfRows && layer.norm != kNoNorm && layer.weight_count == 1 &&
                         !layer.gated && layer.output.dtype == kDType<T> && takes_mma<T>(layer) && takes_streamed_nk(layer);
-  const StreamedNKPlan plan(layer);
-  return has_best && plan.tiles == 4 ? plan.clusters() : 0;
+  return has_best ? StreamedNKPlan(layer).clusters() : 0;
 }
 
 // Whether a layer is one weight [K, N] with nothing after the product but a bias, and no norm of Gemma's.
@@ -200,7 +202,7 @@ bool accepts_partials(const DecodeLinear& layer) {
   if (!is_streamed) return takes_sums_by_strips<T>(layer);
   // What launch_streamed_nk has a kernel for: each block reads whole rows.
   const StreamedNKPlan plan(layer);
-  return plan.blocks == 1 && plan.stages == 3 && plan.tiles == 4;
+  return plan.blocks == 1 && plan.stages == 3;
 }
 
 template <typename T>

@@ -37,7 +37,7 @@ struct MmaLayer {
   const void* residual;  // T, or float where `output` is
   void* output;
   const char* prefetch[kMaxWeights];
-  int prefetch_bytes, prefetch_share_bytes;  // from each, of each block
+  int prefetch_bytes[kMaxWeights], prefetch_share_bytes[kMaxWeights];  // the latter of each block
   int rows, in_features, out_features, weight_stride;
   int widths[kMaxWeights], first_outputs[kMaxWeights];  // of each weight, and of the grid's y-th blocks
   int output_stride;  // from row to row
@@ -52,7 +52,10 @@ struct MmaLayer {
 
   void share_prefetch(const LaunchShape& shape) {
     constexpr int64_t kLine = 128;
-    prefetch_share_bytes = static_cast<int>(ceil_div(prefetch_bytes, shape.blocks * shape.blocks_y * kLine) * kLine);
+    for (int i = 0; i < kMaxWeights; ++i) {
+      const int64_t lines_of_all = ceil_div(prefetch_bytes[i], shape.blocks * shape.blocks_y * kLine);
+      prefetch_share_bytes[i] = static_cast<int>(lines_of_all * kLine);
+    }
   }
 
   // Not converted: a conversion would wait for the load.
@@ -82,11 +85,11 @@ MmaLayer<T> mma_layer(const DecodeLinear& layer) {
     mma.biases[i] = static_cast<const T*>(layer.biases[i].data);
   }
   int64_t prefetch_bytes = 0;
-  for (const void* prefetch : layer.prefetch) prefetch_bytes += prefetch != nullptr ? layer.prefetch_bytes : 0;
+  for (int64_t bytes : layer.prefetch_bytes) prefetch_bytes += bytes;
   for (int i = 0; i < DecodeLinear::kMaxWeights && prefetch_bytes < most_held_bytes(); ++i) {
     mma.prefetch[i] = static_cast<const char*>(layer.prefetch[i]);
+    mma.prefetch_bytes[i] = static_cast<int>(layer.prefetch_bytes[i]);
   }
-  mma.prefetch_bytes = static_cast<int>(layer.prefetch_bytes);
   mma.input = layer.input.data;
   mma.norm_weight = static_cast<const T*>(layer.norm_weight.data);
   mma.norm_bias = static_cast<const T*>(layer.norm_bias.data);
@@ -117,7 +120,8 @@ template <typename T>
 __device__ inline void prefetch_next_weights(const MmaLayer<T>& layer) {
   if (threadIdx.x >= MmaLayer<T>::kMaxWeights) return;
   const char* const prefetch = layer.prefetch[threadIdx.x];
-  if (prefetch != nullptr) prefetch_share(prefetch, prefetch + layer.prefetch_bytes, layer.prefetch_share_bytes);
+  if (prefetch == nullptr) return;
+  prefetch_share(prefetch, prefetch + layer.prefetch_bytes[threadIdx.x], layer.prefetch_share_bytes[threadIdx.x]);
 }
 
 // Number of warps rounded up to a multiple of `together`: sums of so many warps are added up at a time.

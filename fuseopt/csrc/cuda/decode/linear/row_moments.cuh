@@ -124,4 +124,13 @@ __device__ inline float2 normalisation(const Moments* moments, int stride, int p
   const float variance = squares * reciprocal + (is_layer_norm ? 0.f : mean * mean);
   return {is_layer_norm ? mean : 0.f, rsqrtf(variance + eps)};
 }
+
+// 1 / deviation of a row without a mean, from the sums of its parts' squares.
+__device__ inline float rstd_of(const Moments* moments, int stride, int parts, float reciprocal_of_count, float eps) {
+  float squares = 0.f;
+#pragma unroll 4
+  for (int part = 0; part < parts; ++part) squares += moments[part * stride].squares;
+  return rsqrtf(fmaf(squares, reciprocal_of_count, eps));
+}
+
 }  // namespace fuseopt

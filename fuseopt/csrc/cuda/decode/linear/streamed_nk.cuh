@@ -14,28 +14,23 @@ namespace fuseopt {
 
 // TUNED: measurement not recorded (e15abea); `fuseopt bench kernels --model gpt2-xl` measures it again.
 constexpr int kMaxStreamedNKCluster = 8;
-constexpr int kStripsOfHead = 4;  // for each multiprocessor
-constexpr int kSumsGap = 4;  // floats: rows of sums start in different banks
+constexpr int kSumsStride = kStreamColumns + 4;  // 4: rows of sums start in different banks
 
-// kTiles: of 8 columns, in a strip; kSums: whether the input is a sum.
-template <typename T, typename X, bool kNorm, int kTiles, int kHalves, int kStages, bool kSums>
+// kSums: whether the input is a sum.
+template <typename T, typename X, bool kNorm, int kHalves, int kStages, bool kSums>
 __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStages == 2 ? 3 : 2)
     decode_linear_streamed_nk_kernel(const __grid_constant__ StreamLayer<T> layer) {
-  using Stream = WeightStream<T, kTiles>;
-  constexpr int kColumns = StreamShape<kTiles>::kColumns, kStageK = StreamShape<kTiles>::kStageK;
-  constexpr int kChunks = StreamShape<kTiles>::kChunks;
-  constexpr int kSumsStride = kColumns + kSumsGap;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int rows = layer.rows, columns = layer.in_features;
   const int rank = cluster_rank(), blocks = cluster_size();
   const int part = rank * kStreamWarps + warp, parts = blocks * kStreamWarps;
   const int part_columns = layer.part_stages * kStageK;
-  const int own_stages = Stream::stages_of(layer, part);
+  const int own_stages = WeightStream<T>::stages_of(layer, part);
   const int held_stages = blocks > 1 ? layer.part_stages : own_stages;
 
-  // Stages [ring_warps][kStages]; the block's rows [kHalves]; of a norm, parameters [1 or 2][block_columns]; sums
+  // Stages [ring_warps][kStages]; the block's rows [kHalves]; of a norm, parameters [2][block_columns]; sums
   // [warps][rows][kSumsStride], of the cluster's other blocks [blocks - 1][rows][kSumsStride]; of a norm, moments
-  // [parts][rows].
+  // [parts][rows]. Rows that are scaled as they are loaded need no second parameter.
   extern __shared__ __align__(kRingAlignment) char rings[];
   __shared__ Mailbox mailbox;
   const int half_bytes = StreamRows<T, X>::bytes(layer.slot_bits, layer.block_columns);
@@ -43,8 +38,9 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   char* const rows_at = rings + layer.ring_warps * kStages * kStageBytes;
   T* const params = reinterpret_cast<T*>(rows_at + kHalves * half_bytes);
   T *const scale = params + warp * part_columns, *const shift = scale + layer.block_columns;
-  const int param_columns = layer.is_layer_norm ? 2 * layer.block_columns : layer.block_columns;
-  float* const sums_of = reinterpret_cast<float*>(params + (kNorm ? param_columns : 0));
+  constexpr bool kCanScale = kNorm && std::is_same_v<T, __nv_bfloat16> && std::is_same_v<X, T>;
+  const bool scales_rows = kCanScale && layer.scales_rows;
+  float* const sums_of = reinterpret_cast<float*>(params + (kNorm ? (scales_rows ? 1 : 2) * layer.block_columns : 0));
   float* const inbox = sums_of + kStreamWarps * rows * kSumsStride;
   Moments* const moments = reinterpret_cast<Moments*>(inbox + (blocks - 1) * rows * kSumsStride);
 
@@ -52,7 +48,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   const StreamedWeight own(layer);
   int strip = own.strip;
   const int out_features = layer.widths[own.index];
-  Stream weight(layer, own, part);
+  WeightStream<T> weight(layer, own, part);
 #pragma unroll 1
   for (int k = lane * kLaneValues; kNorm && k < held_stages * kStageK; k += kWarpSize * kLaneValues) {
     const int64_t at = part * part_columns + k;
@@ -62,9 +58,8 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   end_copy_group();
 #pragma unroll 1
   for (int s = 0; s < kStages; ++s) weight.fetch(stages + s * kStageBytes);
-  if (layer.strips_ahead >= 0) weight.prefetch(layer.strips_ahead);
   if (blocks > 1) {
-    if (rank == 0) mailbox.open((blocks - 1) * rows * kColumns * sizeof(float));
+    if (rank == 0) mailbox.open((blocks - 1) * rows * kStreamColumns * sizeof(float));
     arrive_relaxed_at_cluster_barrier();
   }
   // A head reads more than the L2 cache holds, and memory rests behind it.
@@ -72,12 +67,11 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   if (!has_several_strips) prefetch_next_weights(layer);
 
   // Of a head, behind a norm: when outputs are stored, a warp has a row of them.
-  constexpr bool kGivesBest = kNorm && kHalves == 1 && kColumns == kWarpSize;
-  static_assert(kHalfRows <= kStreamWarps);
+  constexpr bool kGivesBest = kNorm && kHalves == 1;
+  static_assert(kHalfRows <= kStreamWarps && kStreamColumns == kWarpSize);
   // What the thread finishes first of a strip's outputs.
-  constexpr int kColumnBits = kTiles == 4 ? 5 : 4;
-  static_assert(kColumns == 1 << kColumnBits);
-  const int width_bits = layer.is_gated ? kColumnBits - 1 : kColumnBits, width = 1 << width_bits;
+  const int width_bits = layer.is_gated ? 4 : 5, width = 1 << width_bits;
+  static_assert(kStreamColumns == 32);
   const auto column_of = [&](int i) { return strip * width + (i & width - 1); };
   const auto output_index = [&](int i) {
     return static_cast<int64_t>(i >> width_bits) * layer.output_stride + layer.first_outputs[own.index] + column_of(i);
@@ -103,6 +97,10 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
     else residual = static_cast<const T*>(layer.residual)[output_index(i)];
   };
   load_biases(threadIdx.x);
+  if (scales_rows) {
+    await_copy_groups<kStages>();
+    __syncwarp();
+  }
   wait_for_predecessor();
   load_residual(threadIdx.x);
   RulesInForce rules;
@@ -112,22 +110,31 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
     char* const at = rows_at + half * half_bytes + StreamRows<T, X>::bytes(layer.slot_bits, warp * part_columns);
     return StreamRows<T, X>(at, layer, held_stages * kStageK, half * kHalfRows);
   };
+  const bool is_first_of_row = lane % 4 == 0 && lane < 4 << layer.slot_bits;
+  if constexpr (kCanScale) {
+#pragma unroll 1
+    for (int h = 0; scales_rows && h < kHalves; ++h) {
+      StreamRows<T, X> x = rows_of(h);
+      const float squares =
+          x.template load_scaled<kSums>(layer, part * part_columns, kSums && layer.sum != nullptr && blockIdx.x == 0, scale);
+      if (is_first_of_row && x.row() < rows) moments[part * rows + x.row()] = {0.f, squares};
+    }
+  }
   // Each block of a cluster takes the moments of whole rows, of its own part at last.
 #pragma unroll 1
-  for (int other = kNorm ? parts - kStreamWarps : 0; other >= 0; other -= kStreamWarps) {
+  for (int other = scales_rows ? -1 : kNorm ? parts - kStreamWarps : 0; other >= 0; other -= kStreamWarps) {
     const int of_part = part + other < parts ? part + other : part + other - parts, first_k = of_part * part_columns;
 #pragma unroll 1
     for (int h = 0; h < kHalves; ++h) {
       StreamRows<T, X> x = rows_of(h);
-      x.template load<kSums>(layer, first_k, kSums && layer.sum != nullptr && blockIdx.x == 0);
+      x.template load<kSums>(layer, first_k, kSums && layer.sum != nullptr && blockIdx.x == 0, [](auto&, int) {});
       if constexpr (kNorm) {
         const Moments of_row = x.moments(max(min(columns - first_k, part_columns), 0));
-        const bool is_first_of_row = lane % 4 == 0 && lane < 4 << layer.slot_bits;
         if (is_first_of_row && x.row() < rows) moments[of_part * rows + x.row()] = of_row;
       }
     }
   }
-  if constexpr (kNorm) {
+  if (kNorm && !scales_rows) {
     await_copy_groups<kStages>();
     __syncthreads();
 #pragma unroll 1
@@ -145,20 +152,20 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   Candidate<float> best;
 #pragma unroll 1
   while (true) {
-    float sums[kHalves][kTiles / 2][4] = {};
+    float sums[kHalves][kStreamTiles / 2][4] = {};
 #pragma unroll 1
     for (int s = 0; s < own_stages; ++s) {
       await_copy_groups<kStages - 1>();
       __syncwarp();
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        uint4 words[kTiles];
+      for (int c = 0; c < kStageChunks; ++c) {
+        uint4 words[kStreamTiles];
         weight.load(stages + stage, c, words);
 #pragma unroll
         for (int h = 0; h < kHalves; ++h) {
-          const uint4 x = rows_of(h)[s * kChunks + c];
+          const uint4 x = rows_of(h)[s * kStageChunks + c];
 #pragma unroll
-          for (int j = 0; j < kTiles; j += 2) {
+          for (int j = 0; j < kStreamTiles; j += 2) {
             const uint4 &low = words[j], &high = words[j + 1];
             multiply<T>(sums[h][j / 2], {low.x, low.y}, {high.x, high.y}, x.x, x.y);
             multiply<T>(sums[h][j / 2], {low.z, low.w}, {high.z, high.w}, x.z, x.w);
@@ -172,7 +179,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
 #pragma unroll
-      for (int j = 0; j < kTiles / 2; ++j) {
+      for (int j = 0; j < kStreamTiles / 2; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int row = lane % 4 * 2 + i % 2 + h * kHalfRows, place = (2 * j + i / 2) * kTileColumns + lane / 4;
@@ -185,7 +192,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
     if (blocks > 1) {
       wait_at_cluster_barrier();  // the first block has started
       if (rank > 0) {
-        constexpr int kVectors = kColumns / 4;
+        constexpr int kVectors = kStreamColumns / 4;
 #pragma unroll 1
         for (int i = threadIdx.x; i < rows * kVectors; i += blockDim.x) {
           float4 sum = {};
@@ -206,15 +213,17 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
 #pragma unroll 1
     for (int i = threadIdx.x; !is_done;) {
       if (i < rows * width && column_of(i) < out_features) {
-        float value = 0.f;
+        float value = 0.f, factor = 1.f;
+        if (scales_rows) factor = rstd_of(moments + (i >> width_bits), rows, parts, layer.reciprocal, layer.eps);
 #pragma unroll 1
-        for (int place = i & width - 1; place < kColumns; place += width) {
+        for (int place = i & width - 1; place < kStreamColumns; place += width) {
           const int at = (i >> width_bits) * kSumsStride + place;
-          float sum = to_float(place < width ? bias : gate_bias);
+          float sum = 0.f;
 #pragma unroll
           for (int w = 0; w < kStreamWarps; ++w) sum += sums_of[w * rows * kSumsStride + at];
 #pragma unroll 1
           for (int b = 0; b < blocks - 1; ++b) sum += inbox[b * rows * kSumsStride + at];
+          sum = fmaf(sum, factor, to_float(place < width ? bias : gate_bias));
           value = place < width ? activate_quickly(layer.activation, sum) : value * sum;
         }
         value += to_float(residual) + wide_residual;
@@ -242,44 +251,32 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
 struct StreamedNKPlan {
   int strips[DecodeLinear::kMaxWeights] = {}, all_strips = 0;  // of each weight
   int slot_bits, halves;
-  int tiles = 4;        // of 8 columns, in a strip
   int blocks = 1;       // that share out K
   int stages = 3;
   int part_stages, ring_warps, block_columns;
+  bool scales_rows;
   size_t shared_bytes;
-  bool is_head;  // one weight of many more strips than blocks
 
   explicit StreamedNKPlan(const DecodeLinear& layer)
       : slot_bits(0), halves(layer.rows > kHalfRows ? 2 : 1) {
-    while (1 << slot_bits < std::min<int64_t>(layer.rows, kHalfRows)) ++slot_bits;
-    // Where there are few strips they are narrow, if that leaves room for the next kernel's blocks; else a few blocks
-    // split the K of each.
-    const bool has_narrow = layer.input.dtype == layer.weight_dtype && layer.split_k_partials == nullptr;
-    share_columns(layer);
-    split(layer);
-    if (has_narrow && 100 * all_strips < tuning().decode_linear_narrow_strips_percent * multiprocessor_count()) {
-      tiles = 2;
-      share_columns(layer);
-      for (stages = static_cast<int>(tuning().decode_linear_stream_stages); stages >= 2; --stages) {
-        split(layer);
-        if (per_multiprocessor() >= 2) return;
-      }
-      tiles = 4, stages = 3;
-      share_columns(layer);
-      split(layer);
+    for (int i = 0; i < (layer.gated ? 1 : layer.weight_count); ++i) {
+      strips[i] = static_cast<int>(ceil_div(layer.widths[i], layer.gated ? kStreamColumns / 2 : kStreamColumns));
+      all_strips += strips[i];
     }
+    while (1 << slot_bits < std::min<int64_t>(layer.rows, kHalfRows)) ++slot_bits;
+    // A few blocks for a strip, where there are few strips.
+    split(layer);
     while (is_sm90_or_newer() && blocks < kMaxStreamedNKCluster &&
            (2 * all_strips * blocks <= multiprocessor_count() ||
             (all_strips * blocks < multiprocessor_count() && part_stages > kLongPart))) {
       blocks *= 2;
       split(layer);
     }
-    if (blocks == 1 && halves == 1 && !is_head) {
-      stages = static_cast<int>(tuning().decode_linear_stream_stages);
-      split(layer);
-    }
-    if (halves == 2 || per_multiprocessor() < 2) {
-      stages = 2;
+    // Of more rows, which leave no room for a second block, one has as long a ring as fits.
+    const int most = halves == 2 && layer.input.dtype == layer.weight_dtype ? 4 : 3;
+    const int wanted = halves == 2 ? 1 : 2;
+    for (stages = most, split(layer); stages > 2 && per_multiprocessor() < wanted;) {
+      --stages;
       split(layer);
     }
   }
@@ -291,41 +288,31 @@ struct StreamedNKPlan {
   // Of a weight: as many as there is room for, with as many strips each; a cluster adds up one strip only.
   int clusters(int weight = 0) const {
     if (blocks > 1) return strips[weight];
-    // A head's blocks need no room beside them: all that follows waits for the head.
-    const int most = is_head ? 2 : static_cast<int>(tuning().decode_linear_stream_blocks);
-    const int64_t room = multiprocessor_count() * std::min(per_multiprocessor(), most);
+    const int64_t room = multiprocessor_count() * std::min(per_multiprocessor(), 2);
     return static_cast<int>(ceil_div(strips[weight], ceil_div(all_strips, room)));
   }
 
  private:
   static constexpr int kLongPart = 4;
 
-  int stage_k() const { return kStageBytes / (tiles * kTileColumns * 2); }
-
-  void share_columns(const DecodeLinear& layer) {
-    const int columns = tiles * kTileColumns / (layer.gated ? 2 : 1);
-    all_strips = 0;
-    for (int i = 0; i < (layer.gated ? 1 : layer.weight_count); ++i) {
-      all_strips += strips[i] = static_cast<int>(ceil_div(layer.widths[i], columns));
-    }
-    is_head = layer.weight_count == 1 && all_strips > kStripsOfHead * multiprocessor_count();
-  }
-
   void split(const DecodeLinear& layer) {
-    const int all_stages = static_cast<int>(ceil_div(layer.in_features, stage_k())), parts = blocks * kStreamWarps;
+    const int all_stages = static_cast<int>(ceil_div(layer.in_features, kStageK)), parts = blocks * kStreamWarps;
     const size_t x_bytes = layer.input.dtype == kFloat32 ? sizeof(float) : sizeof(uint16_t);
     part_stages = static_cast<int>(ceil_div(all_stages, parts));
     ring_warps = blocks == 1 ? static_cast<int>(ceil_div(all_stages, part_stages)) : kStreamWarps;
-    block_columns = (blocks == 1 ? all_stages : part_stages * kStreamWarps) * stage_k();
+    block_columns = (blocks == 1 ? all_stages : part_stages * kStreamWarps) * kStageK;
     shared_bytes = ring_warps * stages * kStageBytes + halves * (block_columns << slot_bits) * x_bytes +
-                   sizeof(float) * layer.rows * (kStreamWarps + blocks - 1) * (tiles * kTileColumns + kSumsGap);
+                   sizeof(float) * layer.rows * (kStreamWarps + blocks - 1) * kSumsStride;
+    // bfloat16 has float32's range: rows can be multiplied by the norm's weight before they are by 1 / deviation.
+    scales_rows = layer.weight_dtype == kBFloat16 && layer.input.dtype == kBFloat16 && blocks == 1 &&
+                  (layer.norm == kRmsNorm || layer.norm == kGemmaRmsNorm);
     if (layer.norm != kNoNorm) {
-      shared_bytes += (layer.norm == kLayerNorm ? 2 : 1) * block_columns * sizeof(uint16_t) + parts * layer.rows * sizeof(Moments);
+      shared_bytes += (scales_rows ? 1 : 2) * block_columns * sizeof(uint16_t) + parts * layer.rows * sizeof(Moments);
     }
   }
 };
 
-template <typename T, typename X, bool kNorm, int kTiles, int kHalves, int kStages, bool kSums = false>
+template <typename T, typename X, bool kNorm, int kHalves, int kStages, bool kSums = false>
 cudaError_t launch_streamed_nk_as(const DecodeLinear& layer, const StreamedNKPlan& plan, cudaStream_t stream) {
   StreamLayer<T> of{mma_layer<T>(layer)};
   of.is_gated = layer.gated;
@@ -334,18 +321,18 @@ cudaError_t launch_streamed_nk_as(const DecodeLinear& layer, const StreamedNKPla
     of.strips[i] = plan.strips[i];
     clusters += of.clusters[i] = plan.clusters(i);
   }
-  of.strips_ahead = plan.is_head ? -1 : static_cast<int>(tuning().decode_linear_strips_ahead);
   of.part_stages = plan.part_stages;
   of.ring_warps = plan.ring_warps;
   of.block_columns = plan.block_columns;
   of.slot_bits = plan.slot_bits;
+  of.scales_rows = plan.scales_rows;
   of.best = static_cast<Candidate<float>*>(layer.best);
   of.rules = layer.rules;
   of.sequence_length = layer.sequence_length;
   const LaunchShape shape{static_cast<unsigned>(clusters * plan.blocks), kStreamWarps * kWarpSize, plan.shared_bytes,
                           static_cast<unsigned>(plan.blocks)};
   of.share_prefetch(shape);
-  return launch_dependent(decode_linear_streamed_nk_kernel<T, X, kNorm, kTiles, kHalves, kStages, kSums>, of, shape, layer.pdl,
+  return launch_dependent(decode_linear_streamed_nk_kernel<T, X, kNorm, kHalves, kStages, kSums>, of, shape, layer.pdl,
                           stream);
 }
 
@@ -353,21 +340,17 @@ template <typename T, typename X, bool kNorm>
 cudaError_t launch_streamed_nk(const DecodeLinear& layer, cudaStream_t stream) {
   const StreamedNKPlan plan(layer);
   if constexpr (kNorm && std::is_same_v<T, X>) {
-    if (layer.split_k_partials != nullptr) return launch_streamed_nk_as<T, T, true, 4, 1, 3, true>(layer, plan, stream);
+    if (layer.split_k_partials != nullptr) return launch_streamed_nk_as<T, T, true, 1, 3, true>(layer, plan, stream);
   }
-  if constexpr (std::is_same_v<T, X>) {
-    if (plan.tiles == 2) {
-      if (plan.halves == 2) {
-        return plan.stages == 2 ? launch_streamed_nk_as<T, T, kNorm, 2, 2, 2>(layer, plan, stream)
-                                : launch_streamed_nk_as<T, T, kNorm, 2, 2, 3>(layer, plan, stream);
-      }
-      return plan.stages == 2 ? launch_streamed_nk_as<T, T, kNorm, 2, 1, 2>(layer, plan, stream)
-                              : launch_streamed_nk_as<T, T, kNorm, 2, 1, 3>(layer, plan, stream);
+  if (plan.halves == 2) {
+    if constexpr (std::is_same_v<T, X>) {
+      if (plan.stages == 4) return launch_streamed_nk_as<T, T, kNorm, 2, 4>(layer, plan, stream);
+      if (plan.stages == 3) return launch_streamed_nk_as<T, T, kNorm, 2, 3>(layer, plan, stream);
     }
+    return launch_streamed_nk_as<T, X, kNorm, 2, 2>(layer, plan, stream);
   }
-  if (plan.halves == 2) return launch_streamed_nk_as<T, X, kNorm, 4, 2, 2>(layer, plan, stream);
-  return plan.stages == 2 ? launch_streamed_nk_as<T, X, kNorm, 4, 1, 2>(layer, plan, stream)
-                          : launch_streamed_nk_as<T, X, kNorm, 4, 1, 3>(layer, plan, stream);
+  return plan.stages == 2 ? launch_streamed_nk_as<T, X, kNorm, 1, 2>(layer, plan, stream)
+                          : launch_streamed_nk_as<T, X, kNorm, 1, 3>(layer, plan, stream);
 }
 
 template <typename T>

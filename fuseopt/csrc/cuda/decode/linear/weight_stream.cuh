@@ -11,27 +11,23 @@ namespace fuseopt {
 
 // TUNED: with the kernel: whole cache lines of 128 bytes, not 256; strips of 48 columns take 10% longer (e15abea).
 constexpr int kStreamWarps = 8;
-constexpr int kStageBytes = 4096;
-
-// kTiles: of 8 columns, in a strip. A stage has whole cache lines of a weight [N, K], in narrow strips longer ones.
-template <int kTiles>
-struct StreamShape {
-  static constexpr int kColumns = kTiles * kTileColumns;  // of a strip, half of them each weight's if gated
-  static constexpr int kStageK = kStageBytes / (kColumns * 2);
-  static constexpr int kChunks = kStageK / kChunk;
-};
+constexpr int kStreamTiles = 4;
+constexpr int kStreamColumns = kStreamTiles * kTileColumns;  // of a strip, half of them each weight's if gated
+constexpr int kStageChunks = 2;  // of K: whole cache lines of a weight [N, K]
+constexpr int kStageK = kStageChunks * kChunk;
+constexpr int kStageBytes = kStreamColumns * kStageK * 2;
 
 template <typename T>
 struct StreamLayer : MmaLayer<T> {
   static constexpr int kMaxWeights = MmaLayer<T>::kMaxWeights;
   int strips[kMaxWeights];    // of each weight
   int clusters[kMaxWeights];  // of blocks for each weight: from one strip of a block to the next
-  int strips_ahead;   // which blocks prefetch before the wait, after the rest of their first one; -1: nothing
   int part_stages;    // of K, for each warp
   int ring_warps;     // that K suffices for: the first ones of a block
   int block_columns;  // of K, for each block
   int slot_bits;      // 2 to the power of this: rows, up to 8, with room in shared memory
   bool is_gated;
+  bool scales_rows;  // by an RMS norm's weight as they are loaded, and sums by 1 / deviation
   Candidate<float>* best;  // of each row, for each strip's block: its highest output, up to a row a warp; or null
   TokenRules rules;        // by which outputs are compared
   const int64_t* sequence_length;
@@ -50,9 +46,8 @@ struct StreamedWeight {
 
 // A warp's way through a weight: the stages of its part of K, of one strip after another. A stage lies in lines of k,
 // as in memory, swizzled so that `load` has no bank conflicts.
-template <typename T, int kTiles>
+template <typename T>
 class WeightStream {
-  static constexpr int kColumns = StreamShape<kTiles>::kColumns, kStageK = StreamShape<kTiles>::kStageK;
   static constexpr int kLineParts = kStageK / kLaneValues;  // of 16 bytes
   static constexpr int kLines = kWarpSize / kLineParts;     // copied at a time
   static constexpr int kCopies = kStageBytes / (kWarpSize * kAccessBytes);
@@ -60,7 +55,7 @@ class WeightStream {
  public:
   __device__ WeightStream(const StreamLayer<T>& layer, const StreamedWeight& weight, int part)
       : layer_(layer), of_(weight), stages_(stages_of(layer, part)) {
-    const int width = layer.is_gated ? kColumns / 2 : kColumns;
+    const int width = layer.is_gated ? kStreamColumns / 2 : kStreamColumns;
     k_ = part * layer.part_stages * kStageK + line_part() * kLaneValues;
     column_ = of_.strip * width + line();
     from_ = layer.weights[of_.index] + offset(column_) + k_;
@@ -81,7 +76,7 @@ class WeightStream {
       for (int i = 0; i < kCopies; ++i) {
         const int further = i * kLines;
         const bool is_second = layer_.is_gated && i >= kCopies / 2;
-        const int column = column_ + further - (is_second ? kColumns / 2 : 0);
+        const int column = column_ + further - (is_second ? kStreamColumns / 2 : 0);
         const bool is_inside = column < layer_.widths[of_.index] && k_ < layer_.in_features;
         const T* const from = from_ + offset(further) + (is_second ? to_gate_ : 0);
         copy_async(stage + place(further + line(), line_part()), from, is_inside);
@@ -91,7 +86,7 @@ class WeightStream {
       if (++stage_ == stages_) {
         stage_ = 0;
         of_.strip += of_.step;
-        const int width = layer_.is_gated ? kColumns / 2 : kColumns, back = stages_ * kStageK;
+        const int width = layer_.is_gated ? kStreamColumns / 2 : kStreamColumns, back = stages_ * kStageK;
         k_ -= back;
         column_ += of_.step * width;
         from_ += offset(of_.step * width) - back;
@@ -100,29 +95,11 @@ class WeightStream {
     end_copy_group();
   }
 
-  // Starts loading into the L2 cache what comes after the stages fetched so far: the rest of a strip and `strips` more.
-  __device__ void prefetch(int strips) const {
-#if __CUDA_ARCH__ >= 900
-    const int lane = threadIdx.x % kWarpSize, width = layer_.is_gated ? kColumns / 2 : kColumns;
-    const bool is_second = layer_.is_gated && lane >= width;
-    const int line_of_strip = is_second ? lane - width : lane, first_k = k_ - line_part() * kLaneValues;
-    if (lane >= kColumns || stages_ == 0) return;
-    int strip = of_.strip, k = first_k;
-    for (int i = 0; i <= strips && strip < of_.strips; ++i, strip += of_.step, k = first_k - stage_ * kStageK) {
-      const int column = strip * width + line_of_strip;
-      const int end = min(first_k + (stages_ - stage_) * kStageK, layer_.in_features);
-      if (column >= layer_.widths[of_.index] || k >= end) continue;
-      const T* const from = layer_.weights[is_second ? 1 : of_.index] + offset(column) + k;
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"((end - k) * 2));
-    }
-#endif
-  }
-
   // The lane's part of a chunk as `multiply` takes it together with 8 neighbouring inputs.
-  static __device__ void load(const char* stage, int chunk, uint4 (&words)[kTiles]) {
+  static __device__ void load(const char* stage, int chunk, uint4 (&words)[kStreamTiles]) {
     const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
+    for (int j = 0; j < kStreamTiles; ++j) {
       words[j] = *reinterpret_cast<const uint4*>(stage + place(j * kTileColumns + lane / 4, chunk * 4 + lane % 4));
     }
   }

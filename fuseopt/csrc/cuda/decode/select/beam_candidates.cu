@@ -1,6 +1,7 @@
 // The best continuations of each item. Each warp takes the highest scores of its stretch of a row, each block those of
 // its warps, and then one warp per item those of the blocks.
 #include "cuda/common/dependent_launch.cuh"
+#include "cuda/decode/select/exponential_draw.cuh"
 #include "cuda/decode/select/logits_chunk.cuh"
 #include "cuda/decode/select/topk_order.cuh"
 
@@ -20,6 +21,7 @@ struct ChunkedCandidates {
   BeamCandidates of;
   int chunks;  // per row
   ScoreArithmetic<float> arithmetic;
+  TorchDraw draw;
 };
 
 // For a row of logits or a part of it: the highest logit, and the sum of exp(logit - highest).
@@ -68,8 +70,18 @@ __device__ PartialSum sum_of_row(const ChunkedCandidates& chunked, int64_t row) 
   return total;
 }
 
+enum class Kind { kPlain, kEdited, kDrawn };
+
+// The highest accumulated score of all beams of the row's item.
+__device__ float highest_of_item(const BeamCandidates& of, int64_t row) {
+  const int64_t first = row / of.beams * of.beams;
+  float highest = -INFINITY;
+  for (int64_t i = first; i < first + of.beams; ++i) highest = fmaxf(highest, of.highest[i] + of.running_scores[i]);
+  return highest;
+}
+
 // Blocks: x is the row, y the chunk.
-template <typename T, bool kHasEdits>
+template <typename T, Kind kKind>
 __global__ void __launch_bounds__(kThreads) chunk_kernel(const __grid_constant__ ChunkedCandidates chunked) {
   constexpr int kWidth = Chunk<T>::kWidth, kStretch = Chunk<T>::kStretch;
   const BeamCandidates& of = chunked.of;
@@ -83,7 +95,7 @@ __global__ void __launch_bounds__(kThreads) chunk_kernel(const __grid_constant__
 
   let_successor_start();
   ChunkMarks marks;
-  if constexpr (kHasEdits) marks = chunk.mark(of.edits, row, penalised, banned);
+  if constexpr (kKind == Kind::kEdited) marks = chunk.mark(of.edits, row, penalised, banned);
   wait_for_predecessor();
   const float running = of.running_scores[row];
   const bool has_sum = of.partial_sums != nullptr;
@@ -100,7 +112,7 @@ __global__ void __launch_bounds__(kThreads) chunk_kernel(const __grid_constant__
       scores[j] = chunk.vectors[k][j];
       if (has_sum) scores[j] = scores[j] - total.highest - logarithm;
     }
-    if constexpr (kHasEdits) marks.edit(place, chunked.arithmetic, scores);
+    if constexpr (kKind == Kind::kEdited) marks.edit(place, chunked.arithmetic, scores);
     Vector<unsigned, kWidth> keys;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
@@ -109,6 +121,19 @@ __global__ void __launch_bounds__(kThreads) chunk_kernel(const __grid_constant__
     vectors_of_keys[warp][place % kStretch / kWidth] = keys;
   }
   __syncwarp();
+  if constexpr (kKind == Kind::kDrawn) {
+    const ExponentialDraw draw(of.random, chunked.draw);
+    const float highest = highest_of_item(of, row);
+    const int first = chunk.token_at(warp * kStretch);
+    unsigned* const keys = vectors_of_keys[warp]->values;
+    for (int i = lane; i < kStretch; i += kWarpSize) {
+      if (keys[i] == kNoKey) continue;
+      const float weight = expf(score_of(keys[i]) - highest);
+      const auto element = static_cast<unsigned>(row * of.vocabulary + first + i);
+      keys[i] = key_of(weight > 0 ? __fdiv_rn(weight, draw(element)) : weight);
+    }
+    __syncwarp();
+  }
   Taken taken = take_highest(vectors_of_keys[warp]->values, kStretch, count);
   if (lane < count) {
     taken_keys[warp * count + lane] = taken.key;
@@ -143,7 +168,13 @@ __global__ void __launch_bounds__(kWarpSize) item_kernel(const __grid_constant__
   }
   taken = in_topk_order(taken, count, scratch);
   if (lane < count) {
-    of.values[item * count + lane] = score_of(taken.key);
+    float value = score_of(taken.key);
+    if (of.highest != nullptr) {
+      const int64_t row = item * of.beams + taken.place / of.vocabulary, token = taken.place % of.vocabulary;
+      const auto* const scores = static_cast<const float*>(of.scores.data) + row * of.scores.row_stride;
+      value = scores[token * of.scores.column_stride] + of.running_scores[row];
+    }
+    of.values[item * count + lane] = value;
     of.places[item * count + lane] = taken.place;
   }
 }
@@ -159,7 +190,10 @@ cudaError_t launch_chunks(const ChunkedCandidates& chunked, cudaStream_t stream)
     if (error != cudaSuccess) return error;
     pdl = true;
   }
-  const auto kernel = of.has_edits ? chunk_kernel<T, true> : chunk_kernel<T, false>;
+  auto kernel = of.has_edits ? chunk_kernel<T, Kind::kEdited> : chunk_kernel<T, Kind::kPlain>;
+  if constexpr (std::is_same_v<T, float>) {
+    if (of.highest != nullptr) kernel = chunk_kernel<T, Kind::kDrawn>;
+  }
   return launch_dependent(kernel, chunked, shape, pdl, stream);
 }
 
@@ -170,7 +204,8 @@ extern "C" int64_t fuseopt_beam_candidates_chunks(int64_t vocabulary) { return c
 extern "C" cudaError_t fuseopt_beam_candidates(BeamCandidates candidates, cudaStream_t stream) {
   if (candidates.items * candidates.beams == 0) return cudaSuccess;
   const int chunks = static_cast<int>(fuseopt_beam_candidates_chunks(candidates.vocabulary));
-  const ChunkedCandidates chunked = {candidates, chunks, ScoreArithmetic<float>(candidates.edits)};
+  const ChunkedCandidates chunked = {candidates, chunks, ScoreArithmetic<float>(candidates.edits),
+                                     TorchDraw(candidates.items * candidates.beams * candidates.vocabulary)};
   cudaError_t error = cudaErrorInvalidValue;
   switch (static_cast<DType>(candidates.scores.dtype)) {
     case kFloat16: error = launch_chunks<__half>(chunked, stream); break;

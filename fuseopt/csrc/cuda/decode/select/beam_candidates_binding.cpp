@@ -6,7 +6,8 @@ namespace {
 constexpr const char* kOp = "beam_candidates";
 
 std::tuple<Tensor, Tensor> beam_candidates(Tensor scores, Tensor running_scores, int64_t count, bool log_softmax,
-                                           bool pdl, std::optional<Tensor> edited_ids,
+                                           std::optional<Tensor> highest, std::optional<Tensor> random, bool pdl,
+                                           std::optional<Tensor> edited_ids,
                                            std::optional<Tensor> edited_length, double repetition_penalty,
                                            std::optional<Tensor> prompt_ignore_length, int64_t ngram_size,
                                            std::optional<Tensor> encoder_ids, int64_t encoder_ngram_size,
@@ -47,13 +48,22 @@ std::tuple<Tensor, Tensor> beam_candidates(Tensor scores, Tensor running_scores,
                                      encoder_ids, encoder_ngram_size, token_rules, rule_bounds, forcing_rules,
                                      temperature});
   }
+  if (highest.has_value()) {
+    FUSEOPT_CHECK(random.has_value() && random->is_contiguous() && random->numel() == 3, "fuseopt::", kOp,
+                  ": random must be contiguous, of 3 elements");
+    FUSEOPT_CHECK(dtype_of(scores) == ScalarType::Float && !candidates.has_edits && !log_softmax, "fuseopt::", kOp,
+                  ": sampled scores must be float32, without edits or log_softmax");
+    FUSEOPT_CHECK(highest->numel() == scores.size(0), "fuseopt::", kOp, ": highest must have an element for each row");
+    candidates.highest = static_cast<const float*>(guard.contiguous(*highest).data_ptr());
+    candidates.random = static_cast<const int64_t*>(random->data_ptr());
+  }
   candidates.pdl = guard.allowed();
   launch.check(fuseopt_beam_candidates(candidates, launch.stream()));
   return {values, places};
 }
 
 constexpr auto kBeamCandidates = arguments("beam_candidates", {
-    {"scores", kUpToFloat}, {"running_scores", kOnlyFloat}}) + kOfEdits;
+    {"scores", kUpToFloat}, {"running_scores", kOnlyFloat}, {"highest", kOnlyFloat}, {"random", kOnlyLong}}) + kOfEdits;
 
 }  // namespace
 }  // namespace fuseopt::beam_candidates_binding

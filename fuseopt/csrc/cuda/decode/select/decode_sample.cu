@@ -25,19 +25,6 @@ constexpr float kLog2OfE = 1.442695041f;
 using By = CutBy;
 using Weight = RowCutter::Weight;
 
-// The threads of torch's exponential_ for so many numbers.
-struct TorchDraw {
-  static constexpr int64_t kThreads = 256, kNumbers = 4;  // of a block; of a thread between two of its offsets
-  unsigned threads;
-  unsigned offset;  // of the generator, that the draw takes
-
-  explicit TorchDraw(int64_t count) {
-    const int64_t most = multiprocessor_count() * (cached_attribute<cudaDevAttrMaxThreadsPerMultiProcessor>() / kThreads);
-    threads = static_cast<unsigned>(kThreads * std::min(ceil_div(count, kThreads), most));
-    offset = static_cast<unsigned>(ceil_div(count, threads * kNumbers) * kNumbers);
-  }
-};
-
 struct SampleRows {
   DecodeSample of;
   ScoreArithmetic<float> arithmetic;
@@ -126,6 +113,14 @@ struct SampledRow {
   __device__ void keep(int token, float score) const {
     rows.of.kept[row * rows.of.select.vocabulary + token] = score;
   }
+  // Of this block's tokens.
+  __device__ void keep_none() const {
+#pragma unroll 1
+    for (int token = begin + threadIdx.x; token < min(begin + places, static_cast<int>(rows.of.select.vocabulary));
+         token += kThreads) {
+      if (token >= 0) keep(token, -INFINITY);
+    }
+  }
 };
 
 // Upstream removes what has a cumulative probability of at most 1 - top_p, from the lowest score on.
@@ -142,9 +137,12 @@ __device__ Candidate<float> draw_of_few(RowCutter& cutter, const SampledRow& row
   const auto weight = [&] { return is_kept ? RowCutter::fixed_weight(row.weight_of(score)) : Weight{0}; };
   if (of.top_p < 1) {
     const auto scanned = cutter.scan(weight());
-    is_kept = is_kept && scanned.before < max(1., ceil(static_cast<double>(scanned.total) * share_of(of.top_p)));
+    const double wanted = ceil(static_cast<double>(scanned.total) * share_of(of.top_p));
+    is_kept = is_kept && (scanned.before < wanted || threadIdx.x < of.min_tokens);
   }
-  if (of.min_p > 0) is_kept = is_kept && row.weight_of(score) >= static_cast<float>(of.min_p);
+  if (of.min_p > 0) {
+    is_kept = is_kept && (row.weight_of(score) >= static_cast<float>(of.min_p) || threadIdx.x < of.min_tokens);
+  }
   if (of.typical_p < 1) {
     double sums[2] = {};
     if (is_kept) sums[0] = row.weight_of(score), sums[1] = sums[0] * (score - row.highest);
@@ -166,7 +164,7 @@ __device__ Candidate<float> draw_of_few(RowCutter& cutter, const SampledRow& row
   if (is_kept) {
     const int token = row.row_begin + static_cast<int>(RowCutter::low_of(entry));
     if (of.kept != nullptr) row.keep(token, score);
-    best.consider(row.ratio(score, token), token);
+    if (of.highest == nullptr) best.consider(row.ratio(score, token), token);
   }
   return best;
 }
@@ -177,6 +175,7 @@ __device__ Candidate<float> draw_of_row(RowCutter& cutter, const SampledRow& row
   const float* const scores = row.scores;
   const int first_place = cutter.rank * row.places;
   const auto no_low = [](int) { return 0u; };
+  const auto place_of = [&](int i) { return static_cast<unsigned>(first_place + i); };
   ValueCut cut;
   if (of.top_k < of.select.vocabulary) {
     cut = cutter.find<By::kCount, true>(
@@ -188,12 +187,19 @@ __device__ Candidate<float> draw_of_row(RowCutter& cutter, const SampledRow& row
     cut = cutter.find<By::kProbability, false>(
         row.places, row.highest, fmaxf(row.lowest, before.value), share_of(of.top_p),
         [&](int i) { return before.keeps(scores[i], 0) ? scores[i] : -INFINITY; },
-        [&](int i) { return static_cast<unsigned>(first_place + i); },
+        place_of,
         [&](float score, unsigned) { return row.log2_weight_of(score); });
   }
   const float min_p = static_cast<float>(of.min_p);
+  ValueCut least = {INFINITY, 0};
+  if (of.min_tokens > 1) {
+    least = cutter.find<By::kCount, false>(
+        row.places, row.highest, row.lowest, static_cast<double>(of.min_tokens), [&](int i) { return scores[i]; },
+        place_of, [](float, unsigned) { return 0.f; });
+  }
   const auto passes = [&](int i) {
-    return cut.keeps(scores[i], first_place + i) && (min_p <= 0 || row.weight_of(scores[i]) >= min_p);
+    const bool is_likely = min_p <= 0 || row.weight_of(scores[i]) >= min_p;
+    return (is_likely && cut.keeps(scores[i], first_place + i)) || least.keeps(scores[i], first_place + i);
   };
   const bool is_typical = of.typical_p < 1;
   double sums[2] = {1, 0};
@@ -227,7 +233,7 @@ __device__ Candidate<float> draw_of_row(RowCutter& cutter, const SampledRow& row
     const float score = scores[i];
     const bool is_kept = passes(i) && (!is_typical || typical_cut.keeps(typicality(score), 0));
     if (of.kept != nullptr && token >= 0 && token < vocabulary) row.keep(token, is_kept ? score : -INFINITY);
-    if (is_kept) best.consider(row.ratio(score, token), token);
+    if (is_kept && of.highest == nullptr) best.consider(row.ratio(score, token), token);
   }
   return best;
 }
@@ -257,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, 2) sample_kernel(const __grid_consta
   RowCutter cutter(storage);
   const int first_chunk = cutter.rank * rows.chunks_of_block;
   const int64_t index = blockIdx.x / cutter.size;
-  SampledRow row = {rows, index, ExponentialDraw(of.random, rows.draw.offset, rows.draw.threads), rows.chunks_of_block * kChunk,
+  SampledRow row = {rows, index, ExponentialDraw(of.random, rows.draw), rows.chunks_of_block * kChunk,
                     LogitsChunk<T, kThreads, kPerThread>(select.scores, index, 0, select.vocabulary).token_at(0)};
   row.scores = kShared ? reinterpret_cast<float*>(shared_scores)
                        : of.scratch + static_cast<int64_t>(blockIdx.x) * row.places;
@@ -267,24 +273,24 @@ __global__ void __launch_bounds__(kThreads, 2) sample_kernel(const __grid_consta
   const float2 of_thread = load_scores<T>(rows, row.row, first_chunk, row.scores);
   const float2 bounds = cutter.bounds(of_thread.x, of_thread.y);
   row.highest = bounds.x, row.lowest = -bounds.y;
+  if (of.highest != nullptr) {
+    if (cutter.rank == 0 && threadIdx.x == 0) of.highest[row.row] = row.highest;
+    if (row.highest == -INFINITY) return row.keep_none();
+  }
   assert(row.highest > -INFINITY && "probability is inf, nan or negative");
 
   Candidate<float> best;
   int few = 0;
   if (of.top_k <= RowCutter::kGroups / 2 && of.top_k < select.vocabulary) {
     const float reached = cutter.value_reached_by(static_cast<int>(of.top_k));
-    if (of.kept != nullptr) {
-#pragma unroll 1
-      for (int i = threadIdx.x; i < row.places; i += kThreads) {
-        const int token = row.begin + i;
-        if (token >= 0 && token < select.vocabulary) row.keep(token, -INFINITY);
-      }
-    }
+    if (of.kept != nullptr) row.keep_none();
     few = cutter.gather(row.places, 1, kThreads, [&](int i) { return row.scores[i] >= reached; },
                         [&](int i) { return RowCutter::entry_of(row.scores[i], cutter.rank * row.places + i); });
   }
   if (few == 0) {
-    best = best_of_block(draw_of_row(cutter, row));
+    best = draw_of_row(cutter, row);
+    if (of.highest != nullptr) return;
+    best = best_of_block(best);
     if (threadIdx.x == 0) {
       store_to_block(&candidates[cutter.rank], 0, static_cast<unsigned long long>(best.key) << 32 | (INT32_MAX - best.token));
     }
@@ -300,7 +306,9 @@ __global__ void __launch_bounds__(kThreads, 2) sample_kernel(const __grid_consta
   } else {
     if (cutter.rank > 0) return;
     float2* const values = reinterpret_cast<float2*>(row.scores);
-    best = best_of_block(draw_of_few(cutter, row, few, values));
+    best = draw_of_few(cutter, row, few, values);
+    if (of.highest != nullptr) return;
+    best = best_of_block(best);
   }
   if (select.rows > 1) {
     if (threadIdx.x == 0) static_cast<Candidate<float>*>(select.candidates)[row.row] = best;
@@ -366,7 +374,7 @@ extern "C" cudaError_t fuseopt_decode_sample(DecodeSample sample, cudaStream_t s
     case kFloat32: error = launch_as<float>(sample, stream); break;
     case kFloat64: break;  // refused by the binding
   }
-  if (error != cudaSuccess || sample.select.rows == 1) return error;
+  if (error != cudaSuccess || sample.select.rows == 1 || sample.highest != nullptr) return error;
   DecodeSelect finish = sample.select;
   finish.chunks = 1;
   finish.has_candidates = finish.pdl = true;

@@ -4,18 +4,32 @@
 #pragma once
 
 #include <cfloat>
-#include <cstdint>
+
+#include "cuda/common/launch.cuh"
 
 namespace fuseopt {
 
+// torch's launch that draws so many numbers.
+struct TorchDraw {
+  static constexpr int64_t kThreads = 256, kNumbers = 4;  // of a block; of a thread between two of its offsets
+  unsigned threads;
+  unsigned offset;  // of the generator, that the draw takes
+
+  explicit TorchDraw(int64_t count) {
+    const int64_t most = multiprocessor_count() * (cached_attribute<cudaDevAttrMaxThreadsPerMultiProcessor>() / kThreads);
+    threads = static_cast<unsigned>(kThreads * std::clamp(ceil_div(count, kThreads), int64_t{1}, most));
+    offset = static_cast<unsigned>(ceil_div(count, threads * kNumbers) * kNumbers);
+  }
+};
+
 class ExponentialDraw {
  public:
-  // `random`: seed and offset of torch's generator, and how many draws came before, each of which took `offset`. `threads`
-  // of torch's launch: each takes one of the tensor's elements after another, four a counter of Philox. Null: no draw.
-  __device__ ExponentialDraw(const int64_t* random, unsigned offset, unsigned threads) : threads_(threads) {
+  // `random`: seed and offset of torch's generator, and how many draws came before. Null: there is no draw. Each of torch's
+  // threads takes one of the tensor's elements after another, four a counter of Philox.
+  __device__ ExponentialDraw(const int64_t* random, const TorchDraw& draw) : threads_(draw.threads) {
     if (random == nullptr) return;
     key_x_ = static_cast<unsigned>(random[0]), key_y_ = static_cast<unsigned>(static_cast<uint64_t>(random[0]) >> 32);
-    first_ = static_cast<uint64_t>(random[1] + random[2] * offset) / kWords;
+    first_ = static_cast<uint64_t>(random[1] + random[2] * draw.offset) / kWords;
   }
 
   // The number of an element.

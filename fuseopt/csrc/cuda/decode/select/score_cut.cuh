@@ -55,6 +55,7 @@ class RowCutter {
       Entry entries[kBins];
     };
     float highest[kGroups], negated_lowest[kGroups];
+    float reached;
     unsigned counts[kMostBlocks];
     unsigned count;
     double inbox_of_sums[2][2][kMostBlocks];
@@ -102,10 +103,10 @@ class RowCutter {
         const float other = storage_.highest[i];
         above += other > own || (other == own && i < threadIdx.x);
       }
-      if (above == count - 1) storage_.cut = entry_of(own, 0);
+      if (above == count - 1) storage_.reached = own;
     }
     __syncthreads();
-    return fmaxf(value_of(storage_.cut), -FLT_MAX);
+    return fmaxf(storage_.reached, -FLT_MAX);
   }
 
   // Adds up over all threads of the block.
@@ -128,7 +129,8 @@ class RowCutter {
   }
 
   // Sends the entries of this block's places that are chosen to `targets` blocks, the first ones. Returns how many all
-  // blocks have sent there; storage.entries has them, in any order. 0: more than fit, or than `most`.
+  // blocks have sent there; storage.entries has them, in any order. 0: more than fit, or than `most`. Between two calls
+  // there must be a barrier of the cluster.
   template <typename EntryOf, typename IsChosen>
   __device__ int gather(int places, int targets, int most, IsChosen is_chosen, EntryOf entry_of_place) {
     const unsigned share = kBins / size;

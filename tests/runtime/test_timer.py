@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from fuseopt.bench.harness.timer import (
+from fuseopt.runtime.timer import (
     Spread,
     Timing,
     device_seconds,

@@ -1,0 +1,270 @@
+"""Search: times stock and the choices of a model, and finds the fastest that is right.
+
+Greedy, not exhaustive: the presets, their parts and each kernel alone are timed against stock; the fastest of them is
+then changed in one place at a time, each change timed against the best so far and taken if it is faster. So the number
+of choices grows with the number of kernels, not with the number of their combinations; two changes that only gain
+together are not found.
+
+All of them run on the user's model, which is switched between records (`fuseopt.apply.put`): two are timed in turns, so
+that a machine that slows down slows both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import nn
+
+import fuseopt
+from fuseopt import apply, verify_runs
+from fuseopt.apply import Applied
+from fuseopt.auto import progress
+from fuseopt.auto.choices import NOTHING, Choice, Choices
+from fuseopt.auto.work import Kind, Work
+from fuseopt.measurements import COMPILED, KEPT, NOT_MEASURED, STOCK, MeasuredChoice
+from fuseopt.runtime import timer
+from fuseopt.runtime.timer import Spread
+from fuseopt.verify import References
+
+LEAST_GAIN = 1.02
+"""The median speed-up that a choice needs; the lower quartile of its rounds must be above 1 too."""
+
+_ROUNDS = 9
+_ROUNDS_SHARE = 0.05  # of the time limit: after it no round of a choice begins but the first three
+_SLOW = 1.5  # a choice that takes so many times its baseline's time gets no rounds
+_SAMPLE_SECONDS = 0.02
+# Untimed calls before a choice is timed: on a GPU later calls are captured as CUDA graphs.
+_WARM_UP = {"cuda": 4}
+_COMPILE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Best:
+    """The fastest choice so far: the record that puts it into the model, its time, and its speed-up over stock."""
+
+    choice: Choice
+    record: Applied | None
+    seconds: float
+    speed_up: float = 1.0
+
+
+@dataclass(frozen=True)
+class _Way:
+    """The work, done under one record."""
+
+    model: nn.Module
+    record: Applied | None
+    work: Callable[[], None]
+
+    def __call__(self) -> None:
+        apply.put(self.model, self.record)
+        self.work()
+
+
+class Search:
+    """One search. Inside `run` the model changes; afterwards it is as it was.
+
+    Args:
+        model: locked, on any device.
+        written: the blocks beside the preset "auto".
+        time_limit: in seconds. No choice is begun after it, and none whose compiler would take longer than is left.
+
+    Attributes:
+        device: of the model's first parameter; a CPU if it has none.
+        rows: what was measured, by name of the choice.
+    """
+
+    def __init__(self, model: nn.Module, work: Work, written: Mapping[str, Any], time_limit: float) -> None:
+        self._model, self._work, self._written, self._limit = model, work, written, time_limit
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._warm_up, self._repetitions = _WARM_UP.get(self.device.type, 1), 1
+        self._references: References | None = None
+        self.rows: dict[str, MeasuredChoice] = {}
+
+    def run(self) -> Best:
+        """The fastest choice that is right; stock if none is faster than it beyond the noise.
+
+        Raises:
+            InputsError: the model cannot be compared with a float64 copy; see `fuseopt.verify`.
+        """
+        self._start = monotonic()
+        with apply.as_found_after(self._model), progress.bar(self._limit) as self._bar, progress.quiet():
+            apply.put(self._model, None)
+            with verify_runs.state_kept(self._model):
+                return self._found()
+
+    def _found(self) -> Best:
+        best = stock = self._timed_stock()
+        choices = Choices(self._model, self._work.kind, self._written)
+        for choice in choices.starts():
+            best = self._better(choice, stock, best)
+        if best is not stock:
+            start = best
+            slower = {name for name, row in self.rows.items() if (row.speed_up or 1.0) < 1 / LEAST_GAIN}
+            for what, edit in choices.edits(start.choice, slower):
+                changed = choices.edited(best.choice, what, edit)
+                if changed is not None:
+                    best = self._better(changed, best, best)
+            if best is not start:
+                best = self._confirmed(best, stock)
+        self._time_compiled(stock, best)
+        self._note(best, KEPT)
+        return best
+
+    def _timed_stock(self) -> Best:
+        way = self._way(None)
+        try:
+            for _ in range(self._warm_up):
+                way()
+            seconds = timer.work_seconds(way, self.device)
+            self._repetitions = max(1, math.ceil(_SAMPLE_SECONDS / seconds))
+            seconds = statistics.median(self._sample(way) for _ in range(3))
+        except Exception as error:
+            error.add_note("auto: raised by the stock model, before anything was replaced; check the inputs")
+            raise
+        self.rows[STOCK] = MeasuredChoice(STOCK, seconds, 1.0, config=NOTHING.to_dict())
+        return Best(Choice(STOCK, NOTHING), None, seconds)
+
+    def _better(self, choice: Choice, baseline: Best, best: Best) -> Best:
+        """The choice, timed in turns with `baseline`, if it is faster than both and right; else `best`."""
+        self._show(choice.name)
+        row = MeasuredChoice(choice.name, config=choice.config.to_dict())
+        self.rows[choice.name] = self._unmeasured(row, choice.compile_seconds) or row
+        if self.rows[choice.name].note:
+            return best
+        try:
+            record = self._built(choice)
+            seconds, spread = self._raced(self._way(record), baseline)
+        except Exception as error:
+            self.rows[choice.name] = dataclasses.replace(row, note=_failed(error))
+            return best
+        finally:
+            apply.put(self._model, None)
+        found = Best(choice, record, seconds, baseline.speed_up * spread.median)
+        is_within = spread.high >= 1 and not _is_faster(spread)
+        note = f"within noise of {baseline.choice.name}" if is_within else ""
+        self.rows[choice.name] = dataclasses.replace(row, seconds=seconds, speed_up=found.speed_up, note=note)
+        if _is_faster(spread) and found.speed_up > best.speed_up and self._is_right(found):
+            return found
+        return best
+
+    def _built(self, choice: Choice) -> Applied | None:
+        """The record that puts the choice into the model. A step that cannot be compiled raises under it."""
+        self._forget()
+        apply.apply_plan(self._model, fuseopt._plan_with_libraries(self._model, choice.config))
+        apply.be_strict(self._model, True)
+        return apply.applied_to(self._model)
+
+    def _forget(self) -> None:
+        """Gives the GPU memory of a choice that was not taken back."""
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _way(self, record: Applied | None) -> _Way:
+        return _Way(self._model, record, functools.partial(self._work, self._model))
+
+    def _raced(self, way: _Way, baseline: Best) -> tuple[float, Spread]:
+        """Median seconds of `way`, and its speed-up over `baseline` round by round."""
+        for _ in range(self._warm_up):
+            way()
+        fastest = min(self._sample(way) for _ in range(2))
+        if fastest > _SLOW * baseline.seconds:
+            return fastest, Spread.of([baseline.seconds / fastest])
+        limit = _ROUNDS_SHARE * self._limit
+        calls = {"baseline": self._way(baseline.record), "choice": way}
+        timings = timer.time_in_turns(calls, self._sample, rounds=_ROUNDS, warm_up=0, seconds=limit)  # type: ignore[arg-type]
+        return timings["choice"].seconds.median, timings["choice"].speed_up_over(timings["baseline"])
+
+    def _sample(self, way: _Way) -> float:
+        """Seconds of a call under the way's record; the model has been switched to it before the clock starts."""
+        apply.put(self._model, way.record)
+        if self._repetitions > 1:
+            way.work()
+        return timer.work_seconds(way.work, self.device, self._repetitions)
+
+    def _is_right(self, found: Best) -> bool:
+        """Whether `found` is as exact as `verify` demands; else its row says what is not."""
+        apply.put(self._model, None)
+        if self._references is None:
+            work = self._work
+            trains = work.kind is Kind.TRAINING
+            self._references = References(self._model, work.inputs, trains, work.prompt, work.generate)
+        try:
+            apply.put(self._model, found.record)
+            checked = self._references.compared(self._model)
+            problem = None if checked.ok else f"not right: {checked.problem}"
+        except Exception as error:
+            problem = _failed(error)
+        finally:
+            apply.put(self._model, None)
+        if problem is not None:
+            self._note(found, problem)
+        return problem is None
+
+    def _confirmed(self, best: Best, stock: Best) -> Best:
+        """`best` timed against stock itself; stock if it is not faster."""
+        seconds, spread = self._raced(self._way(best.record), stock)
+        row = dataclasses.replace(self.rows[best.choice.name], seconds=seconds, speed_up=spread.median)
+        self.rows[best.choice.name] = row
+        if _is_faster(spread):
+            return dataclasses.replace(best, seconds=seconds, speed_up=spread.median)
+        self._note(best, "within noise of stock when timed again")
+        return stock
+
+    def _time_compiled(self, stock: Best, best: Best) -> None:
+        """A row for torch.compile of the stock model, which no config has: the user can call it."""
+        self._show(COMPILED)
+        row = MeasuredChoice(COMPILED)
+        work, model = self._work, self._model
+        if work.generate is not None:
+            work = dataclasses.replace(work, generate={**work.generate, "cache_implementation": "static"})
+            if self.device.type != "cuda":
+                row = dataclasses.replace(row, note="transformers compiles generate() on a GPU only")
+        row = self._unmeasured(row, _COMPILE_SECONDS) or row
+        if not row.note:
+            try:
+                compiled: Any = model if work.generate is not None else torch.compile(model)
+                seconds, spread = self._raced(_Way(model, None, functools.partial(work, compiled)), stock)
+                note = "no config has it: call torch.compile(model)" if spread.median > best.speed_up else ""
+                row = dataclasses.replace(row, seconds=seconds, speed_up=spread.median, note=note)
+            except Exception as error:
+                row = dataclasses.replace(row, note=_failed(error))
+        self.rows[COMPILED] = row
+
+    def _show(self, name: str) -> None:
+        """Moves the bar to the time that is over, and names the choice that is begun."""
+        self._bar.set_postfix_str(name, refresh=False)
+        self._bar.update(min(self._passed(), self._limit) - self._bar.n)
+
+    def _passed(self) -> float:
+        return monotonic() - self._start
+
+    def _unmeasured(self, row: MeasuredChoice, seconds: float) -> MeasuredChoice | None:
+        """The row of a choice that takes at least `seconds`, if the time limit leaves less."""
+        left = self._limit - self._passed()
+        if left > seconds:
+            return None
+        why = "after" if left <= 0 else "compiling takes longer than is left of"
+        return dataclasses.replace(row, note=row.note or f"{NOT_MEASURED}{why} the time limit of {self._limit:g} s")
+
+    def _note(self, best: Best, note: str) -> None:
+        self.rows[best.choice.name] = dataclasses.replace(self.rows[best.choice.name], note=note)
+
+
+def _is_faster(spread: Spread) -> bool:
+    return spread.low > 1 and spread.median >= LEAST_GAIN
+
+
+def _failed(error: Exception) -> str:
+    first = next(iter(str(error).splitlines()), "")
+    return f"failed: {type(error).__name__}: {first}"

@@ -1,0 +1,158 @@
+// How decode_attention_grouped_kernel is launched, and the kernel that merges the parts of a long cache.
+#pragma once
+
+#include "cuda/decode/attention/grouped.cuh"
+
+namespace fuseopt {
+
+constexpr int kMergeThreads = 256, kMaxParts = 128;
+
+// Merges what blocks have left in the workspace; a block has one query. Its threads have two dimensions each, and share
+// the parts.
+template <typename T>
+__global__ void __launch_bounds__(kMergeThreads)
+    decode_attention_merge_kernel(const __grid_constant__ GroupedAttention grouped) {
+  let_successor_start();
+  __shared__ float shares[kMaxParts];
+  __shared__ float2 sums[kMergeThreads];
+  const DecodeAttention& attention = grouped.attention;
+  const int head_dim = static_cast<int>(attention.head_dim), parts = grouped.blocks, lane = threadIdx.x % kWarpSize;
+  const float* const first = part_of(attention, blockIdx.x, parts, 0);
+  wait_for_predecessor();
+  if (threadIdx.x < kWarpSize) {
+    constexpr int kLaneParts = kMaxParts / kWarpSize;
+    PartStats stats[kLaneParts];
+    float largest = -INFINITY, sum = 0;
+#pragma unroll
+    for (int i = 0; i < kLaneParts; ++i) {
+      const int part = i * kWarpSize + lane;
+      if (part < parts) stats[i] = *reinterpret_cast<const PartStats*>(first + part * (head_dim + 2));
+      largest = fmaxf(largest, stats[i].largest);
+    }
+    largest = warp_reduce<Max>(largest);
+#pragma unroll
+    for (int i = 0; i < kLaneParts; ++i) sum += factor_of_part(stats[i].largest, largest) * stats[i].sum;
+    const float reciprocal = reciprocal_of_sum(warp_reduce<Sum>(sum));
+#pragma unroll
+    for (int i = 0; i < kLaneParts; ++i) {
+      shares[i * kWarpSize + lane] = factor_of_part(stats[i].largest, largest) * reciprocal;
+    }
+  }
+  __syncthreads();
+  const int width = head_dim <= 64 ? 32 : head_dim <= 128 ? 64 : 128;  // threads that have all dimensions
+  const int dim = threadIdx.x % width * 2, step = kMergeThreads / width;
+  float2 total = {};
+  if (dim < head_dim) {
+#pragma unroll 8
+    for (int part = threadIdx.x / width; part < parts; part += step) {
+      const float2 values = *reinterpret_cast<const float2*>(first + part * (head_dim + 2) + 2 + dim);
+      total.x += shares[part] * values.x;
+      total.y += shares[part] * values.y;
+    }
+  }
+  sums[threadIdx.x] = total;
+  __syncthreads();
+  if (threadIdx.x >= width || dim >= head_dim) return;
+  for (int i = 1; i < step; ++i) {
+    total.x += sums[threadIdx.x + i * width].x;
+    total.y += sums[threadIdx.x + i * width].y;
+  }
+  T* const output = static_cast<T*>(attention.output) + int64_t(blockIdx.x) * head_dim + dim;
+  *reinterpret_cast<unsigned*>(output) = packed<T>(total.x, total.y);
+}
+
+inline int64_t grouped_units(const DecodeAttention& attention) {
+  return attention.rows * attention.group / attention.queries_per_kv * attention.kv_heads *
+         ceil_div(attention.queries_per_kv, kTileQueries);
+}
+
+template <typename T, int kDims>
+GroupedShape grouped_shape(const DecodeAttention& attention) {
+  using Memory = GroupedMemory<T, kDims>;
+  // TUNED: H200, bfloat16, 160 to 32768 keys, 1 to 64 rows of 8 heads of keys; a shape with two blocks per multiprocessor
+  // is faster than one with more stages, as clusters find places for all their blocks (2d92aeb).
+  constexpr int64_t kLongTiles = 256, kFewTiles = 16;
+  static_assert(Memory::fixed_bytes() + kMaxGroupedWarps / 2 * sizeof(typename Memory::Tiles) <= kLeastSharedBytesOfSm80);
+  const int64_t processors = multiprocessor_count(), units = grouped_units(attention);
+  const int64_t longest = attention.window > 0 ? std::min(attention.window, attention.capacity) : attention.capacity;
+  const int64_t tiles = ceil_div(longest, Memory::kKeys);
+  const auto fits = [](const GroupedShape& shape) { return Memory::bytes(shape) <= shared_bytes_of_block(); };
+  GroupedShape shape{kMaxGroupedWarps, 1, 1, false};
+  while (shape.warps > 1 && (!fits(shape) || shape.warps / 2 >= tiles)) shape.warps /= 2;
+  if (units > processors) {
+    if (tiles <= kFewTiles) shape.warps = std::min(shape.warps, 4u);
+    return shape;
+  }
+  if (tiles >= kLongTiles) {
+    const int64_t resident = shared_bytes_of_multiprocessor() >= 2 * (Memory::bytes(shape) + 1024) ? 2 : 1;
+    shape.blocks = static_cast<unsigned>(std::min<int64_t>(resident * processors / units, kMaxParts));
+    shape.leaves_parts = shape.blocks > 1;
+    return shape;
+  }
+  while (is_sm90_or_newer() && shape.blocks < kMaxClusterSize && shape.warps * shape.blocks * 2 <= tiles &&
+         units * shape.blocks * 2 <= processors) {
+    shape.blocks *= 2;
+  }
+  const GroupedShape two_stages{shape.warps, 1, 2, false};
+  if (shape.blocks == 1 && shape.warps < tiles && fits(two_stages)) return two_stages;
+  return shape;
+}
+
+// Floats of global memory.
+inline int64_t workspace_of(const DecodeAttention& attention, const GroupedShape& shape) {
+  return shape.leaves_parts ? attention.rows * attention.heads * shape.blocks * (attention.head_dim + 2) : 0;
+}
+
+template <typename T, int kDims>
+cudaError_t launch_grouped_kernel(const DecodeAttention& attention, const GroupedShape& grouped, cudaStream_t stream) {
+  const int64_t items = attention.rows * attention.group / attention.queries_per_kv;
+  const LaunchShape shape{.blocks = static_cast<unsigned>(items) * grouped.blocks,
+                          .threads = grouped.warps * kWarpSize,
+                          .shared_bytes = GroupedMemory<T, kDims>::bytes(grouped),
+                          .cluster_blocks = grouped.leaves_parts ? 1 : grouped.blocks,
+                          .blocks_y = static_cast<unsigned>(attention.kv_heads),
+                          .blocks_z = static_cast<unsigned>(ceil_div(attention.queries_per_kv, kTileQueries))};
+  const auto kernel = decode_attention_grouped_kernel<T, kDims>;
+  constexpr unsigned kPortableCluster = 8;
+  if (shape.cluster_blocks > kPortableCluster) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (error != cudaSuccess) return error;
+  }
+  const GroupedAttention argument{attention, static_cast<int>(grouped.blocks), grouped.stages, grouped.leaves_parts};
+  const cudaError_t error = launch_dependent(kernel, argument, shape, attention.pdl, stream);
+  if (error != cudaSuccess || !grouped.leaves_parts) return error;
+  const LaunchShape merge{static_cast<unsigned>(attention.rows * attention.heads), kMergeThreads, 0, 1};
+  return launch_dependent(decode_attention_merge_kernel<T>, argument, merge, attention.pdl, stream);
+}
+
+// Calls `function` with the tag of the compiled head size, and returns its result.
+template <typename Function>
+auto with_grouped_dims(const DecodeAttention& attention, Function function) {
+  return attention.head_dim <= 64    ? function(IntTag<64>{})
+         : attention.head_dim <= 128 ? function(IntTag<128>{})
+                                     : function(IntTag<256>{});
+}
+
+inline bool takes_grouped(const DecodeAttention& attention) {
+  return compute_capability_major() >= 8 && attention.head_dim % 8 == 0 && attention.head_dim <= 256;
+}
+
+template <typename T>
+int64_t grouped_workspace(const DecodeAttention& attention) {
+  if (!takes_grouped(attention)) return 0;
+  return with_grouped_dims(attention, [&](auto dims) {
+    return workspace_of(attention, grouped_shape<T, decltype(dims)::value>(attention));
+  });
+}
+
+template <typename T>
+bool launch_decode_attention_grouped(const DecodeAttention& attention, cudaStream_t stream, cudaError_t& error) {
+  if (!takes_grouped(attention)) return false;
+  error = with_grouped_dims(attention, [&](auto dims) {
+    constexpr int kDims = decltype(dims)::value;
+    return launch_grouped_kernel<T, kDims>(attention, grouped_shape<T, kDims>(attention), stream);
+  });
+  return true;
+}
+
+}  // namespace fuseopt

@@ -1,0 +1,20 @@
+// The launchers of decode_attention's kernels on the tensor cores, which are compiled in files of their own. They return
+// false for what their kernels do not take, without an error.
+#pragma once
+
+#include "cuda/common/launchers.h"
+
+namespace fuseopt {
+
+// One query per head of keys, or several beams'; head sizes 64 and 128.
+template <typename T>
+bool launch_decode_attention_mma(const DecodeAttention& attention, cudaStream_t stream, cudaError_t& error);
+
+// All that a DecodeAttention says; head sizes up to 256 that are multiples of 8. Its `workspace` has so many floats.
+template <typename T>
+int64_t grouped_workspace(const DecodeAttention& attention);
+
+template <typename T>
+bool launch_decode_attention_grouped(const DecodeAttention& attention, cudaStream_t stream, cudaError_t& error);
+
+}  // namespace fuseopt

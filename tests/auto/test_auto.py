@@ -1,0 +1,314 @@
+"""initialize(model, "auto", inputs=...): what it keeps, says, remembers and leaves as it was; times are stubbed."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import fuseopt
+from fuseopt import apply
+from fuseopt.auto import search
+from fuseopt.config import Config
+from fuseopt.errors import ConfigError, InputsError
+from tests import tiny
+
+BLOCK = "GPT2InferenceForward"  # what FusedBlock puts in
+AUTO = {"preset": "auto", "kernel_fusion": {"jit": False}}
+"""Without `jit`, which compiles for seconds."""
+
+
+class Clock:
+    """Seconds of a call: one second, times a factor for each class of replacements that is in the model."""
+
+    def __init__(self) -> None:
+        self.model: nn.Module | None = None
+        self.factors: dict[str, float] = {}
+        self.samples = 0
+        self.gradients: set[bool] = set()
+
+    def __call__(self, call, device, repetitions=1):
+        self.samples += 1
+        call()
+        assert self.model is not None
+        self.gradients.add(any(parameter.grad is not None for parameter in self.model.parameters()))
+        record = apply.applied_to(self.model)
+        targets = {row.target for row in record.report.replaced} if record is not None else set()
+        return math.prod(self.factors.get(target, 1.0) for target in targets)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch, tmp_path):
+    monkeypatch.setenv("FUSEOPT_MEASURED", "1")
+    monkeypatch.setattr("fuseopt.runtime.measured_files.library_cache.folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    made = Clock()
+    monkeypatch.setattr(search.timer, "work_seconds", made)
+    return made
+
+
+def auto(clock: Clock, model: nn.Module, config=AUTO, inputs=None, **options) -> nn.Module:
+    clock.model = model
+    return fuseopt.initialize(model, config, inputs=tiny.inputs(model) if inputs is None else inputs, **options)
+
+
+def notes(model: nn.Module) -> dict[str, str]:
+    return {choice.name: choice.note for choice in fuseopt.report(model).measured.choices}
+
+
+def targets(model: nn.Module) -> set[str]:
+    return {row.target for row in fuseopt.report(model).replaced}
+
+
+def test_keeps_the_fastest_kernel_and_says_what_it_measured(clock):
+    clock.factors = {"FusedGELU": 0.5, "FusedLayerNorm": 1.2, BLOCK: 1.2, "FusedNoRepeatNGram": 1.2}
+    model = auto(clock, tiny.gpt2())
+    report = fuseopt.report(model)
+    assert targets(model) == {"FusedGELU"} and report.config == Config.load(json.loads(report.config.to_json()))
+    assert report.measured.kept.name == "FusedGELU" and report.measured.kept.speed_up == 2.0
+    assert {"stock", "inference", "FusedLayerNorm", "FusedBlock", "torch.compile"} < notes(model).keys()
+    printed = str(report)
+    assert "FusedGELU " in printed and "2.00x  kept" in printed and max(map(len, printed.splitlines())) <= 120
+    assert json.loads(report.to_json())["measured"]["choices"][0]["seconds"] == 1.0
+    assert "<td>2.00x</td>" in report.to_html()
+
+
+def test_the_kept_config_does_the_same_when_it_is_passed_elsewhere(clock):
+    clock.factors = {"FusedGELU": 0.5, BLOCK: 1.2}
+    model = auto(clock, tiny.gpt2())
+    config = fuseopt.report(model).config
+    other = fuseopt.initialize(tiny.gpt2(), config.to_json(), strict=True)
+    assert fuseopt.report(other).rows == fuseopt.report(model).rows and targets(other)
+    assert fuseopt.report(other).measured is None
+
+
+def test_combines_what_gains_alone_and_leaves_out_what_does_not(clock):
+    clock.factors = {"FusedGELU": 0.9, "FusedLayerNorm": 0.9, BLOCK: 1.5, "FusedNoRepeatNGram": 1.1}
+    model = auto(clock, tiny.gpt2())
+    assert targets(model) == {"FusedGELU", "FusedLayerNorm"}
+    assert fuseopt.report(model).measured.kept.speed_up == pytest.approx(1 / 0.81)
+    assert "FusedGELU, with FusedLayerNorm" in notes(model) or "FusedLayerNorm, with FusedGELU" in notes(model)
+
+
+def test_leaves_a_bad_part_of_the_best_preset_out(clock):
+    clock.factors = {"FusedGELU": 0.5, "FusedLayerNorm": 0.8, BLOCK: 0.8, "FusedNoRepeatNGram": 1.2}
+    model = auto(clock, tiny.gpt2())
+    assert targets(model) == {"FusedGELU", "FusedLayerNorm", BLOCK}
+    assert notes(model)["inference, without FusedNoRepeatNGram"] == "kept"
+
+
+@pytest.mark.parametrize("factor", [0.99, 1.0, 1.3])
+def test_stock_stays_if_nothing_is_faster_beyond_the_noise(clock, factor):
+    clock.factors = dict.fromkeys(("FusedGELU",), factor)
+    model = tiny.gpt2()
+    before, stock = tiny.snapshot(model), tiny.logits(model)
+    auto(clock, model, {"preset": "auto", "kernel_fusion": {"jit": False, "exclude": ["*.1.*"]}})
+    assert notes(model)["stock"] == "kept" and not targets(model)
+    assert notes(model)["FusedGELU"] == ("within noise of stock" if factor <= 1 else "")
+    assert torch.equal(tiny.logits(model), stock)
+    assert tiny.snapshot(fuseopt.restore(model)) == before
+
+
+def test_noise_is_no_gain(clock, monkeypatch):
+    """Rounds in which the choice is now faster, now slower, by more than the least gain."""
+    model = clock.model = nn.Sequential(nn.LayerNorm(8))
+    noise = iter([1.2, 0.8, 0.7, 1.3] * 1000)
+    monkeypatch.setattr(search.timer, "work_seconds", lambda call, device, repetitions=1: next(noise))
+    auto(clock, model, inputs={"input": torch.randn(2, 8)})
+    assert notes(model)["stock"] == "kept"
+
+
+def test_settings_beside_the_preset_hold_for_every_choice(clock):
+    clock.factors = {"FusedGELU": 0.5}
+    config = {"preset": "auto", "kernel_fusion": {"jit": False, "exclude": ["transformer.h.1"]}}
+    model = auto(clock, tiny.gpt2(), json.dumps(config))
+    assert [row.paths for row in fuseopt.report(model).replaced if row.target == "FusedGELU"] == [
+        ("transformer.h.0.mlp.act",)
+    ]
+    assert all(
+        choice.config is None or choice.name == "stock" or choice.config["kernel_fusion"]["exclude"]
+        for choice in fuseopt.report(model).measured.choices
+    )
+
+
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+@pytest.fixture
+def user_kernel():
+    made = []
+
+    def register(given):
+        @fuseopt.replaces(Doubled)
+        class FusedDoubled(fuseopt.FusedModule):
+            forward = given
+
+        made.append("FusedDoubled")
+
+    yield register
+    for kernel in made:
+        fuseopt.unregister(kernel)
+
+
+def raising(self, x):
+    raise RuntimeError("no such launch\nmore of it")
+
+
+@pytest.mark.parametrize(
+    ("forward", "note"),
+    [
+        (lambda self, x: 2.1 * x, "not right: output: error "),
+        (raising, "failed: RuntimeError: no such launch"),
+        (lambda self, x: x + x, "kept"),
+    ],
+    ids=["wrong", "raising", "right"],
+)
+def test_keeps_a_users_kernel_only_if_it_runs_and_is_right(clock, user_kernel, forward, note):
+    user_kernel(forward)
+    clock.factors = {"FusedDoubled": 0.1, "FusedLayerNorm": 0.8}
+    model = nn.Sequential(nn.LayerNorm(8), Doubled()).eval()
+    auto(clock, model, inputs={"input": torch.randn(4, 8)})
+    found = {name: each for name, each in notes(model).items() if "FusedDoubled" in name or name == "inference"}
+    assert any(each.startswith(note) for each in found.values()), notes(model)
+    assert targets(model) == ({"FusedLayerNorm", "FusedDoubled"} if note == "kept" else {"FusedLayerNorm"})
+
+
+def test_a_later_call_finds_the_result_and_measures_nothing(clock, monkeypatch):
+    clock.factors = {"FusedGELU": 0.5}
+    model, inputs = auto(clock, tiny.gpt2()), tiny.inputs(tiny.gpt2(), batch=3)
+    monkeypatch.setattr(torch, "compile", None)
+    measured, count = fuseopt.report(model).measured, clock.samples
+    again = auto(clock, tiny.gpt2(seed=1))
+    assert clock.samples == count and targets(again) == targets(model)
+    assert fuseopt.report(again).measured.choices == measured.choices and fuseopt.report(again).measured.remembered
+    for other, given in ((tiny.gpt2(), inputs), (tiny.gpt2(n_layer=1), None)):
+        count = clock.samples
+        auto(clock, other, inputs=given)
+        assert clock.samples > count
+    monkeypatch.setenv("FUSEOPT_MEASURED", "0")
+    count = clock.samples
+    auto(clock, tiny.gpt2())
+    assert clock.samples > count
+
+
+def test_says_what_the_time_limit_left_out_and_measures_it_when_there_is_more(clock, monkeypatch):
+    clock.factors = {"FusedGELU": 0.5}
+    monkeypatch.setattr(search, "monotonic", lambda: float(clock.samples))
+    model = auto(clock, tiny.gpt2(), time_limit=5)
+    measured = fuseopt.report(model).measured
+    assert notes(model)["FusedGELU"] == "not measured: after the time limit of 5 s" and not measured.is_complete
+    assert [choice.name for choice in measured.choices if choice.seconds is not None] == ["stock", "inference"]
+    count = clock.samples
+    auto(clock, tiny.gpt2(), time_limit=5)
+    assert clock.samples == count
+    model = auto(clock, tiny.gpt2(), time_limit=10_000)
+    assert fuseopt.report(model).measured.is_complete and clock.samples > count
+
+
+def test_plan_says_the_gain_that_was_measured_for_such_a_model(clock):
+    clock.factors = {"FusedGELU": 0.5, BLOCK: 1.3}
+    config = {"kernel_fusion": {"custom_cuda_kernels": ["FusedGELU"], "jit": False}}
+    assert fuseopt.plan(tiny.gpt2(), config).expected == ()
+    auto(clock, tiny.gpt2())
+    planned = fuseopt.plan(tiny.gpt2(seed=3), config)
+    (line,) = planned.expected
+    assert line.startswith("expected: 2.00 times as fast as stock; forward of input_ids [2, 7]; auto, 20")
+    assert line in str(planned) and line in planned.to_html() and json.loads(planned.to_json())["expected"] == [line]
+    others = {"kernel_fusion": {"custom_cuda_kernels": ["FusedGELU", "FusedSoftmax"], "jit": False, "backend": "cpu"}}
+    assert fuseopt.plan(tiny.gpt2(), others).expected == fuseopt.plan(tiny.gpt2(n_layer=1), config).expected == ()
+
+
+def test_measures_training_steps_with_backward_and_keeps_gradients(clock):
+    model = tiny.gpt2().train()
+    inputs = {**tiny.inputs(model), "labels": tiny.inputs(model)["input_ids"]}
+    model(**inputs).loss.backward()
+    kept = {name: parameter.grad for name, parameter in model.named_parameters()}
+    clock.factors = {"FusedLayerNorm": 0.5}
+    state = torch.get_rng_state()
+    auto(clock, model, {"preset": "auto", "kernel_fusion": {"jit": False, "memory_efficient_fusion": False}}, inputs)
+    assert "FusedLayerNorm" in targets(model) and "training step of input_ids [2, 7], labels [2, 7]" in str(
+        fuseopt.report(model)
+    )
+    assert clock.gradients == {True} and model.training and torch.equal(state, torch.get_rng_state())
+    assert all(parameter.grad is kept[name] for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampling"])
+def test_measures_generate_and_keeps_the_decode_loop(clock, sample):
+    clock.factors = {"FusedGenerate": 0.5, BLOCK: 1.1}
+    model = tiny.gpt2()
+    prompt = {**tiny.inputs(model), "attention_mask": torch.ones(2, 7, dtype=torch.long)}
+    options = {"max_new_tokens": 5, "do_sample": sample}
+    torch.manual_seed(0)
+    expected = model.generate(**prompt, **options)
+    auto(clock, model, inputs=prompt, generate=options)
+    report = fuseopt.report(model)
+    assert "FusedGenerate" in targets(model) and BLOCK not in targets(model) and report.generate_calls == ()
+    assert "max_new_tokens 5" in report.measured.work
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(**prompt, **options), expected)
+    assert fuseopt.report(model).generate_calls[0]["tier"] == "T0"
+
+
+@pytest.mark.parametrize("when", [1, 12, 30])
+def test_interrupted_the_model_is_as_it_was(clock, monkeypatch, when):
+    model = fuseopt.initialize(tiny.gpt2(), {"kernel_fusion": {"custom_cuda_kernels": ["FusedGELU"], "jit": False}})
+    before, record = tiny.snapshot(model), apply.applied_to(model)
+
+    def interrupted(call, device, repetitions=1):
+        if clock.samples == when:
+            raise KeyboardInterrupt
+        return clock(call, device, repetitions)
+
+    monkeypatch.setattr(search.timer, "work_seconds", interrupted)
+    clock.factors = {"FusedLayerNorm": 0.5}
+    with pytest.raises(KeyboardInterrupt):
+        auto(clock, model)
+    assert clock.samples == when and tiny.snapshot(model) == before and apply.applied_to(model) is record
+
+
+IDS = torch.ones(1, 4, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "inputs: 'auto' measures on your inputs; pass inputs="),
+        ({"inputs": [1]}, "inputs: expected a dict of the forward's keyword arguments"),
+        ({"inputs": {"input_id": IDS}}, "takes no 'input_id'; did you mean 'input_ids'"),
+        ({"inputs": {"input_ids": IDS}, "generate": 5}, "generate: expected a dict"),
+        ({"inputs": {"input_ids": IDS}, "time_limit": 0}, "time_limit: expected a number of seconds above 0, got 0"),
+        ({"inputs": {"input_ids": IDS}, "time_limit": True}, "time_limit: expected a number"),
+    ],
+)
+def test_refuses_wrong_arguments_before_anything_runs(options, message):
+    model = tiny.gpt2()
+    with pytest.raises(InputsError, match=message.replace("(", "\\(")):
+        fuseopt.initialize(model, "auto", **options)
+    assert apply.applied_to(model) is None
+
+
+def test_refuses_what_does_not_fit_the_mode():
+    with pytest.raises(InputsError, match=r"whose steps need labels; .* call model.eval\(\)"):
+        fuseopt.initialize(tiny.gpt2().train(), "auto", inputs={"input_ids": IDS})
+    with pytest.raises(InputsError, match=r"generate: the model is in training mode; call model.eval\(\) first"):
+        fuseopt.initialize(tiny.gpt2().train(), "auto", inputs={"input_ids": IDS}, generate={"max_new_tokens": 2})
+    frozen = tiny.gpt2().train().requires_grad_(False)
+    with pytest.raises(InputsError, match=r"no parameter requires a gradient; .* call model.eval\(\)"):
+        fuseopt.initialize(frozen, "auto", inputs={"input_ids": IDS, "labels": IDS})
+
+
+def test_inputs_need_auto_and_auto_needs_initialize():
+    for options in ({"inputs": {}}, {"generate": {}}, {"time_limit": 3}):
+        with pytest.raises(InputsError, match=f"{next(iter(options))}: only the config 'auto' measures"):
+            fuseopt.initialize(tiny.gpt2(), "inference", **options)
+    for refused in (fuseopt.plan, lambda model, config: fuseopt.verify(model, config, tiny.inputs(model))):
+        with pytest.raises(ConfigError, match="'auto' measures the model on your inputs, which only"):
+            refused(tiny.gpt2(), "auto")
+    with pytest.raises(ConfigError, match="jitt: unknown key"):
+        fuseopt.initialize(tiny.gpt2(), {"preset": "auto", "kernel_fusion": {"jitt": True}}, inputs={"input_ids": IDS})
