@@ -41,14 +41,15 @@ class DecodeRun:
         self.work, self.selection, self.state = work, work.selection, work.state
         self.max_steps, self.queued = max_steps, 0
         self.without_forward = 0 if pending else 1
+        # Before `begin`, as the first kernel may read the random state while its predecessor still runs.
+        self._random_state = None
+        if self.selection.do_sample and self.state.device.type == "cuda":
+            self._random_state = _RandomState(self.state, self.selection.offset_of_draw(self.state))
         self.selection.begin(self.state, input_ids, pad, has_ids)
         # The first step is always taken, so a flag is needed from the second on.
         self.flags = None
         if self.selection.may_end_early and max_steps > 1:
             self.flags = StopFlags(self.state.going, input_ids.shape[1], max_steps)
-        self._random_state = None
-        if self.selection.do_sample and self.state.device.type == "cuda":
-            self._random_state = _RandomState(self.state, self.selection.offset_of_draw(self.state))
 
     def matches(self, state: DecodeState, selection: Selection, pad: Tensor | None, max_steps: int) -> bool:
         """Whether a run made with these arguments would queue the same steps."""

@@ -25,11 +25,13 @@ FILTERS = st.builds(
     top_p=st.one_of(st.just(1.0), st.floats(0.0, 1.0), st.sampled_from([1e-7, 0.95, 1 - 1e-7])),
     min_p=st.one_of(st.just(0.0), st.floats(0.0, 1.0), st.sampled_from([1e-5, 0.05, 1.0])),
     typical_p=st.one_of(st.just(1.0), st.floats(0.01, 0.99)),
+    min_tokens=st.just(1),
 ) | st.builds(
     SamplingFilters,
     top_k=st.one_of(st.just(0), st.integers(20, 60)),
     top_p=st.one_of(st.just(1.0), st.floats(0.0, 0.9)),
     min_p=st.one_of(st.just(0.0), st.floats(0.0, 1.0)),
+    typical_p=st.just(1.0),
     min_tokens=st.integers(2, 20),
 )
 # Rounding moves sums of probabilities, differences from the entropy, and ratios by no more than these.

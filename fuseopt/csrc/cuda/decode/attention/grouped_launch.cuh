@@ -83,7 +83,7 @@ GroupedShape grouped_shape(const DecodeAttention& attention) {
     if (tiles <= kFewTiles) shape.warps = std::min(shape.warps, 4u);
     return shape;
   }
-  if (tiles >= kLongTiles) {
+  if (tiles >= kLongTiles && units * 2 <= processors) {
     const int64_t resident = shared_bytes_of_multiprocessor() >= 2 * (Memory::bytes(shape) + 1024) ? 2 : 1;
     shape.blocks = static_cast<unsigned>(std::min<int64_t>(resident * processors / units, kMaxParts));
     shape.leaves_parts = shape.blocks > 1;

@@ -70,7 +70,7 @@ __device__ PartialSum sum_of_row(const ChunkedCandidates& chunked, int64_t row) 
   return total;
 }
 
-enum class Kind { kPlain, kEdited, kDrawn };
+enum class Keys { kPlain, kEdited, kDrawn };
 
 // The highest accumulated score of all beams of the row's item.
 __device__ float highest_of_item(const BeamCandidates& of, int64_t row) {
@@ -81,7 +81,7 @@ __device__ float highest_of_item(const BeamCandidates& of, int64_t row) {
 }
 
 // Blocks: x is the row, y the chunk.
-template <typename T, Kind kKind>
+template <typename T, Keys kKeys>
 __global__ void __launch_bounds__(kThreads) chunk_kernel(const __grid_constant__ ChunkedCandidates chunked) {
   constexpr int kWidth = Chunk<T>::kWidth, kStretch = Chunk<T>::kStretch;
   const BeamCandidates& of = chunked.of;
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads) chunk_kernel(const __grid_constant__
 
   let_successor_start();
   ChunkMarks marks;
-  if constexpr (kKind == Kind::kEdited) marks = chunk.mark(of.edits, row, penalised, banned);
+  if constexpr (kKeys == Keys::kEdited) marks = chunk.mark(of.edits, row, penalised, banned);
   wait_for_predecessor();
   const float running = of.running_scores[row];
   const bool has_sum = of.partial_sums != nullptr;
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads) chunk_kernel(const __grid_constant__
       scores[j] = chunk.vectors[k][j];
       if (has_sum) scores[j] = scores[j] - total.highest - logarithm;
     }
-    if constexpr (kKind == Kind::kEdited) marks.edit(place, chunked.arithmetic, scores);
+    if constexpr (kKeys == Keys::kEdited) marks.edit(place, chunked.arithmetic, scores);
     Vector<unsigned, kWidth> keys;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kThreads) chunk_kernel(const __grid_constant__
     vectors_of_keys[warp][place % kStretch / kWidth] = keys;
   }
   __syncwarp();
-  if constexpr (kKind == Kind::kDrawn) {
+  if constexpr (kKeys == Keys::kDrawn) {
     const ExponentialDraw draw(of.random, chunked.draw);
     const float highest = highest_of_item(of, row);
     const int first = chunk.token_at(warp * kStretch);
@@ -190,9 +190,9 @@ cudaError_t launch_chunks(const ChunkedCandidates& chunked, cudaStream_t stream)
     if (error != cudaSuccess) return error;
     pdl = true;
   }
-  auto kernel = of.has_edits ? chunk_kernel<T, Kind::kEdited> : chunk_kernel<T, Kind::kPlain>;
+  auto kernel = of.has_edits ? chunk_kernel<T, Keys::kEdited> : chunk_kernel<T, Keys::kPlain>;
   if constexpr (std::is_same_v<T, float>) {
-    if (of.highest != nullptr) kernel = chunk_kernel<T, Kind::kDrawn>;
+    if (of.highest != nullptr) kernel = chunk_kernel<T, Keys::kDrawn>;
   }
   return launch_dependent(kernel, chunked, shape, pdl, stream);
 }
