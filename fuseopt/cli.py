@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         "--checkpoints",
         type=Path,
         metavar="DIR",
-        help="a folder of model folders and a prompts.txt; default: examples/checkpoints of the clone",
+        help="a folder of model folders and a prompts.txt; default: examples/checkpoints, here or in the clone",
     )
     demo.add_argument("--out", type=new_file, metavar="FILE", help="also write the results as JSON; default: do not")
     add_plot(demo)
@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=_plan)
 
     report = _command(commands, "report", "replace what can be replaced in a model here, and show what was done")
-    _add_model(report)
+    _add_model(report, ", or auto, which measures what is fastest here")
     report.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights; default: float32")
     add_device(report)
     _add_output(report)
@@ -184,9 +184,9 @@ def _command(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
     return commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: argparse.ArgumentParser, others: str = "") -> None:
     parser.add_argument("model", metavar="MODEL", help=f"{MODEL}; one that has no weights gets random ones")
-    parser.add_argument("--config", default="inference", metavar="CONFIG", help=f"{CONFIG}; default: inference")
+    parser.add_argument("--config", default="inference", metavar="CONFIG", help=f"{CONFIG}{others}; default: inference")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -219,7 +219,7 @@ def _demo(arguments: argparse.Namespace) -> None:
     results = demo.run(
         device=device(arguments.device),
         quick=arguments.quick,
-        checkpoints=arguments.checkpoints or demo.CHECKPOINTS,
+        checkpoints=arguments.checkpoints or demo.default_checkpoints(),
         out=arguments.out,
     )
     draw(results, arguments.plot)

@@ -23,10 +23,13 @@ union Words {
   uint32_t word[4];
 };
 
-template <typename T>
+// Streamed loads in half precision take the forward of bfloat16 from 19.1 to 17.7 us on an H200, float32's from 39.2 to
+// 40.7.
+template <bool kStreamed = false, typename T>
 __device__ Words load(const T* row, bool is_inside) {
+  const uint4* vector = reinterpret_cast<const uint4*>(row);
   Words words;
-  words.all = is_inside ? *reinterpret_cast<const uint4*>(row) : uint4{0, 0, 0, 0};
+  words.all = !is_inside ? uint4{0, 0, 0, 0} : kStreamed ? __ldcs(vector) : *vector;
   return words;
 }
 
@@ -92,7 +95,7 @@ __global__ void __launch_bounds__(32 * kWarps, sizeof(T) == 4 ? 4 : 5)
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const int feature = group + 8 * r;
-        words[stage][r] = load(first + feature * d + column, feature < n && column < d);
+        words[stage][r] = load<sizeof(T) == 2>(first + feature * d + column, feature < n && column < d);
       }
     }
 #pragma unroll

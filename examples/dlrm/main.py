@@ -108,6 +108,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         "eager": (made(), {}),
         "torch.compile": (torch.compile(made()), {}),
         "fused parts": (fused, {}),
+        "fused parts in torch.compile": (torch.compile(fuseopt.initialize(made(), PARTS)), {}),
         "fused interaction alone": (fuseopt.initialize(made(), parts("FusedInteraction")), {}),
     }
     for backend in ("triton", "cuda") if on_gpu else ():
@@ -116,7 +117,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     results = []
     for name, (model, how) in ways.items():
         results.append({"way": name, "ms_a_step": milliseconds_a_step(model, batches, options.steps, **how)})
-        print(f"{name:24}{results[-1]['ms_a_step']:10.3f} ms a step")
+        print(f"{name:29}{results[-1]['ms_a_step']:10.3f} ms a step")
     if not options.no_bench:  # each op by each backend, beside eager, torch.compile and a copy of the same bytes
         for op, shape in ((bias_relu, f"{8 * batch}x{hidden}"), (interaction, f"{batch // 2}x27x{dim}")):
             table = op.bench([shape], options.dtypes, device=device)

@@ -254,8 +254,8 @@ class Search:
         left = self._limit - self._passed()
         if left > seconds:
             return None
-        why = "after" if left <= 0 else "compiling takes longer than is left of"
-        return dataclasses.replace(row, note=row.note or f"{NOT_MEASURED}{why} the time limit of {self._limit:g} s")
+        why = "after the time limit" if left <= 0 else "it compiles for longer than is left"
+        return dataclasses.replace(row, note=row.note or f"{NOT_MEASURED}{why} ({self._limit:g} s)")
 
     def _note(self, best: Best, note: str) -> None:
         self.rows[best.choice.name] = dataclasses.replace(self.rows[best.choice.name], note=note)

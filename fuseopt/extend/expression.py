@@ -66,9 +66,7 @@ def _sign_where(condition: Node, yes: Node, no: Node) -> Node:
 
 
 def _gelu(x: Node, _: Node) -> tuple[Node]:
-    cdf = _of("mul", number(0.5), _of("add", _ONE, _of("erf", _of("mul", x, number(0.7071067811865476)))))
-    density = _of("mul", number(0.3989422804014327), _of("exp", _of("mul", number(-0.5), _of("mul", x, x))))
-    return (_of("add", cdf, _of("mul", x, density)),)
+    return (_of("add", _of("normal_cdf", x), _of("mul", x, _of("normal_pdf", x))),)
 
 
 def _gelu_tanh(x: Node, _: Node) -> tuple[Node]:
@@ -164,7 +162,13 @@ OPERATIONS: Mapping[str, Operation] = {
     "relu": Operation(
         F.relu, "tl.where({0} <= 0, 0.0, {0})", _unary(lambda x, y: _sign_where(_of("le", x, _ZERO), _ZERO, _ONE))
     ),
-    "gelu": Operation(F.gelu, "({0} * (0.5 + 0.5 * tl.erf({0} * 0.7071067811865476)))", _unary(_gelu)),
+    "gelu": Operation(F.gelu, "({0} * normal_cdf({0}, IS_HALF))", _unary(_gelu)),
+    "normal_cdf": Operation(torch.special.ndtr, "normal_cdf({0}, IS_HALF)", _unary(lambda x, y: _of("normal_pdf", x))),
+    "normal_pdf": Operation(
+        lambda x: 0.3989422804014327 * torch.exp(-0.5 * x * x),
+        "normal_pdf({0}, IS_HALF)",
+        _unary(lambda x, y: _of("neg", _of("mul", x, y))),
+    ),
     "gelu_tanh": Operation(
         lambda x: F.gelu(x, approximate="tanh"),
         "({0} * tl.sigmoid({0} * (1.5957691216057308 + 0.07135481282629625 * {0} * {0})))",
@@ -202,7 +206,10 @@ _ARGUMENTS = {"where": 3, "clamp": 3, "min": 2, "max": 2}
 # What Python's operators do with two numbers as torch does, and what torch's functions take tensors alone for.
 _OF_NUMBERS = ("add", "sub", "mul", "neg", *_COMPARED.values())
 _OF_TENSORS = ("where", "min", "max")
-FUNCTIONS = tuple(name for name in OPERATIONS if name not in (*_BINARY.values(), *_COMPARED.values(), "neg"))
+_OF_DERIVATIVES = ("normal_cdf", "normal_pdf")
+FUNCTIONS = tuple(
+    name for name in OPERATIONS if name not in (*_BINARY.values(), *_COMPARED.values(), "neg", *_OF_DERIVATIVES)
+)
 
 
 def parse(text: str) -> Node:

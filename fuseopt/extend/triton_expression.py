@@ -19,6 +19,7 @@ from torch import Tensor
 from fuseopt.extend.expression import Node, derivatives, parse
 from fuseopt.extend.written_expression import TRITON, written_lines
 from fuseopt.ops.triton.elementwise import NUM_WARPS, PROGRAM_ELEMENTS
+from fuseopt.ops.triton.rms_norm import column_sum_kernel
 from fuseopt.ops.triton.rows import multiprocessor_count
 
 # Programs a multiprocessor of a backward that sums over rows: enough to hide the latency of memory.
@@ -29,7 +30,7 @@ _HEADER = """import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from fuseopt.ops.triton.elementwise import tile_places
+from fuseopt.ops.triton.elementwise import normal_cdf, normal_pdf, tile_places
 
 """
 
@@ -116,11 +117,9 @@ def _parameters(tensors: int, scalars: int) -> list[str]:
     ]
 
 
-def _loads(tensors: int) -> list[str]:
-    return [
-        f"x{i} = tl.load(x{i}_ptr + row * x{i}_row + column * x{i}_column, mask=mask, other=1.0).to(tl.float32)"
-        for i in range(tensors)
-    ]
+def _load(i: int, column: str = "column", mask: str = "mask") -> str:
+    place = f"row * x{i}_row + {column} * x{i}_column" if column == "column" else f"{column} * x{i}_column"
+    return f"x{i} = tl.load(x{i}_ptr + {place}, mask={mask}, other=1.0).to(tl.float32)"
 
 
 def _forward_source(tree: Node, held: Mapping[str, str], tensors: int, scalars: int) -> str:
@@ -130,7 +129,7 @@ def _forward_source(tree: Node, held: Mapping[str, str], tensors: int, scalars: 
         "tile = tl.program_id(0)",
         "row, column, mask = tile_places("
         "tile // column_tiles, tile % column_tiles, rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)",
-        *_loads(tensors),
+        *map(_load, range(tensors)),
         *lines,
         f"tl.store(output_ptr + row * columns + column, {result}, mask=mask)",
     ]
@@ -143,15 +142,21 @@ def _backward_source(slopes: Sequence[Node], held: Mapping[str, str], tensors: i
     parameters = ["grad_ptr", "rows", "columns", "column_tiles", *_parameters(tensors, scalars), *grads]
     body = [
         "share, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles",
-        "row_tiles = tl.cdiv(rows, BLOCK_ROWS)",
-        "tiles = tl.cdiv(row_tiles, tl.num_programs(0) // column_tiles)",
+        "row_tiles, shares = tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0) // column_tiles",
+        "share_row, share_column, in_share = tile_places(share, column_tile, shares, columns, 1, BLOCK_COLUMNS)",
     ]
     for i in range(tensors):
-        body.append(f"sum{i} = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)")
-    body.append("for row_tile in tl.range(share * tiles, tl.minimum(share * tiles + tiles, row_tiles)):")
-    inner = [
-        "row, column, mask = tile_places(row_tile, column_tile, rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)",
-        *_loads(tensors),
+        body += [
+            f"if KIND{i} == {_SUMMED}:",
+            f"    {_load(i, 'share_column', 'in_share')}",  # one row for all tiles
+            f"    sum{i} = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)",
+        ]
+    # Programs take tiles in turn, so that those that run together read neighbouring memory.
+    body.append("for row_tile in tl.range(share, row_tiles, shares):")
+    inner = ["row, column, mask = tile_places(row_tile, column_tile, rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)"]
+    for i in range(tensors):
+        inner += [f"if KIND{i} == {_FULL}:", f"    {_load(i)}"]
+    inner += [
         "grad = tl.load(grad_ptr + row * columns + column, mask=mask, other=0.0).to(tl.float32)",
         *lines,
     ]
@@ -163,18 +168,17 @@ def _backward_source(slopes: Sequence[Node], held: Mapping[str, str], tensors: i
             f"    sum{i} += tl.where(mask, grad * {result}, 0.0)",
         ]
     body += [f"    {line}" for line in inner]
-    body.append("place = tl.cast(column_tile, tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)")
     for i in range(tensors):
         body += [
             f"if KIND{i} == {_SUMMED}:",
-            f"    share_ptr = g{i}_ptr + tl.cast(share, tl.int64) * columns",
-            f"    tl.store(share_ptr + place, tl.sum(sum{i}, axis=0), mask=place < columns)",
+            f"    total = tl.sum(sum{i}, axis=0, keep_dims=True)",
+            f"    tl.store(g{i}_ptr + share_row * columns + share_column, total, mask=in_share)",
         ]
     return _function("backward_kernel", parameters, [f"KIND{i}" for i in range(tensors)], body)
 
 
 def _function(name: str, parameters: Sequence[str], constants: Sequence[str], body: Sequence[str]) -> str:
-    listed = [*parameters, *(f"{c}: tl.constexpr" for c in (*constants, "BLOCK_ROWS", "BLOCK_COLUMNS"))]
+    listed = [*parameters, *(f"{c}: tl.constexpr" for c in (*constants, "IS_HALF", "BLOCK_ROWS", "BLOCK_COLUMNS"))]
     lines = [
         "@triton.jit",
         f"def {name}(",
@@ -197,7 +201,7 @@ class Kernels(NamedTuple):
         dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
         output = torch.empty(at.shape, dtype=dtype, device=tensors[0].device)
         if output.numel():
-            rows, columns, block = _tiles(at)
+            rows, columns, block = _tiles(at, dtype)
             with torch.cuda.device_of(output):
                 self.forward_kernel[(rows * columns,)](
                     output, at.rows, at.columns, columns, *at.tensors, *_flat(at), *map(float, scalars), **block
@@ -211,11 +215,8 @@ class Kernels(NamedTuple):
         at = places_of(tensors)
         if grad_output.numel() == 0:
             return [torch.zeros_like(tensor) for tensor in tensors]
-        rows, columns, block = _tiles(at)
-        kinds = [
-            _SUMMED if reduce_grad and at.rows > 1 and stride == 0 and t.numel() < grad_output.numel() else _FULL
-            for t, (stride, _) in zip(tensors, at.strides, strict=True)
-        ]
+        rows, columns, block = _tiles(at, grad_output.dtype)
+        kinds = [_SUMMED if reduce_grad and at.rows > 1 and _is_one_row(t, at) else _FULL for t in tensors]
         shares = rows
         if _SUMMED in kinds:
             programs = _PROGRAMS_A_MULTIPROCESSOR * multiprocessor_count(grad_output.device)
@@ -226,7 +227,7 @@ class Kernels(NamedTuple):
                 grad_output.contiguous(), at.rows, at.columns, columns, *at.tensors, *_flat(at),
                 *map(float, scalars), *grads, *kinds, **block,
             )  # fmt: skip
-        return [_reduced(*each, at) for each in zip(grads, kinds, tensors, strict=True)]
+            return [_reduced(*each, at) for each in zip(grads, kinds, tensors, strict=True)]
 
     def _room(self, tensor: Tensor, kind: int, shares: int, at: Places) -> Tensor:
         if kind == _SUMMED:
@@ -235,10 +236,21 @@ class Kernels(NamedTuple):
         return tensor.new_empty(at.shape, dtype=tensor.dtype if is_whole else torch.float32)
 
 
+def _is_one_row(tensor: Tensor, at: Places) -> bool:
+    """Whether it broadcasts to all rows; an expanded tensor of several rows, whose row stride is 0 too, does not."""
+    return tensor.shape[: max(tensor.dim() - at.column_dims, 0)].numel() == 1
+
+
 def _reduced(grad: Tensor, kind: int, tensor: Tensor, at: Places) -> Tensor:
     if kind == _SUMMED:
         dims = len(at.shape) - at.column_dims
-        grad = grad.sum(0).view(*(1 for _ in range(dims)), *at.shape[dims:])
+        sizes = [*(1 for _ in range(dims)), *at.shape[dims:]]
+        is_row = tensor.numel() == at.columns
+        total = grad.new_empty(sizes, dtype=tensor.dtype if is_row else torch.float32)
+        column_sum_kernel[(triton.cdiv(at.columns, 16),)](
+            grad, total, len(grad), at.columns, 256, 16, num_warps=8, enable_fp_fusion=True
+        )
+        grad = total
     return grad.sum_to_size(tensor.shape).to(tensor.dtype)
 
 
@@ -246,11 +258,12 @@ def _flat(at: Places) -> list[int]:
     return [stride for pair in at.strides for stride in pair]
 
 
-def _tiles(at: Places) -> tuple[int, int, dict[str, int]]:
-    """(tiles of rows, tiles of columns, the constants of a tile)."""
+def _tiles(at: Places, dtype: torch.dtype) -> tuple[int, int, dict[str, int]]:
+    """(tiles of rows, tiles of columns, the constants of kernels for results of `dtype`)."""
     block_columns = min(triton.next_power_of_2(at.columns), PROGRAM_ELEMENTS)
     block_rows = PROGRAM_ELEMENTS // block_columns
     constants = {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns, "num_warps": NUM_WARPS}
+    constants["IS_HALF"] = dtype.itemsize == 2
     return triton.cdiv(at.rows, block_rows), triton.cdiv(at.columns, block_columns), constants
 
 

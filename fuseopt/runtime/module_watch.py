@@ -20,15 +20,16 @@ from fuseopt.build import loader
 
 CONSTANTS = (
     *("eps", "variance_epsilon", "scaling", "is_causal", "max_norm", "attention_scaling", "rope_type", "use_rope"),
-    *("sliding_window", "attn_logit_softcapping", "embed_scale", "embedding_multiplier", "residual_multiplier"),
-    *("use_parallel_residual", "do_layer_norm_before", "rotary_dim", "scale_attn", "offset"),
+    *("full_attention_attention_scaling", "sliding_attention_attention_scaling", "sliding_window", "scale_attn"),
+    *("attn_logit_softcapping", "embed_scale", "embedding_multiplier", "do_layer_norm_before", "offset"),
 )
 """Plain attributes of modules that bypassing code reads."""
 
 REDUNDANT = (
     *("layer_idx", "num_heads", "head_dim", "split_size", "nf", "normalized_shape", "n_heads", "key_value_proj_dim"),
     *("is_decoder", "has_relative_attention_bias", "relative_attention_num_buckets", "num_key_value_groups"),
-    *("num_key_value_heads", "head_size", "embed_dim", "num_attention_heads"),
+    *("num_key_value_heads", "head_size", "embed_dim", "num_attention_heads", "is_causal", "has_sliding_layers"),
+    *("use_parallel_residual", "rotary_dim", "residual_multiplier", "qk_layernorm", "rotary_ndims"),
 )
 """Plain attributes that forwards read and bypassing code takes from elsewhere, such as from the shapes of weights."""
 

@@ -1,8 +1,9 @@
-"""Lower bound on the time of a decode step: the bytes that it must read, at the speed of a copy."""
+"""Lower bound on the time of a decode step: the bytes that it must read, at the speed of memory."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -41,10 +42,24 @@ def cache_bytes(model: nn.Module, batch: int, beams: int, prompt: int, new: int)
     return 2 * layers * heads * head_dim * model.dtype.itemsize * tokens
 
 
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes per second at which a step can read weights: a copy's on a GPU, a sum's on a CPU.
+
+    A copy on a CPU is slower than its bytes read alone, as it reads the lines of the target too.
+    """
+    if device.type == "cuda":
+        return copy_bandwidth(device)
+    source = torch.ones(2**26, device=device)
+    return source.nbytes / _seconds(source.sum, device)
+
+
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second that a copy of a large tensor reads and writes."""
     source = torch.ones(2**30 if device.type == "cuda" else 2**26, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    call = functools.partial(target.copy_, source)
+    return 2 * source.nbytes / _seconds(functools.partial(target.copy_, source), device)
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
     sample = functools.partial(work_seconds, device=device, repetitions=4)
-    return 2 * source.nbytes / time_in_turns({"copy": call}, sample, rounds=7)["copy"].seconds.median
+    return time_in_turns({"call": call}, sample, rounds=7)["call"].seconds.median

@@ -48,7 +48,8 @@ class Record:
         auto: whether `backend: auto` takes this variant.
         tokens: tokens that a call processes or generates.
         of_floor: the lower bound on the time, divided by this time. The bound is the matmuls at their peak rate for
-            training, and the reading of weights and caches at the speed of a copy for generate().
+            training, and the reading of weights and caches for generate(), at the speed of a copy on a GPU and
+            of a sum on a CPU.
         first_seconds: time of the first call, compilation included; for generate(), in a fresh process.
         first_token_us: median time of a call for one token.
         launches: launches of a kernel in a profiled step.

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from fuseopt.bench.harness.architectures import random_model
-from fuseopt.bench.harness.bytes_floor import cache_bytes, copy_bandwidth, weight_bytes
+from fuseopt.bench.harness.bytes_floor import cache_bytes, read_bandwidth, weight_bytes
 from fuseopt.bench.harness.generate_rows import CPU_ROWS, GENERATION, GPU_ROWS, NO_GENERATION, Row
 from fuseopt.bench.harness.measure import against_stock, measure
 from fuseopt.bench.harness.records import STATIC, Record, Results
@@ -71,7 +71,7 @@ def run(
     rows = rows or (GPU_ROWS if on_gpu else CPU_ROWS)
     compile = on_gpu if compile is None else compile
     cases = [_case(row, dtype, device, CONFIGS if configs is None else configs, compile) for row in rows]
-    bandwidth = copy_bandwidth(device)
+    bandwidth = read_bandwidth(device)
     records = measure(cases, lambda case: _records(case, device, bandwidth))
     was_interrupted = {case.name for case in cases} != {record.case for record in records}
     if first_calls and not was_interrupted:

@@ -100,6 +100,8 @@ template <typename Math>
 inline Math silu(Math x) {
   return x / (1 + fuseopt::exp(-x));
 }
+using fuseopt::normal_cdf;
+using fuseopt::normal_pdf;
 template <typename Math>
 inline Math gelu(Math x) {
   return x * normal_cdf(x);

@@ -81,6 +81,10 @@ class PromptAttention:
         query = self._stored(projected, attention, cache)
         keys, values = cache[:, :, :, :length].unbind()
         if attention.softcap is None:
+            groups = query.shape[1] // kv_heads
+            if mask is not None and groups > 1:
+                # With a mask, PyTorch's fast kernels share no heads.
+                keys, values = (part.repeat_interleave(groups, dim=1) for part in (keys, values))
             attended = F.scaled_dot_product_attention(
                 query,
                 keys,
@@ -88,7 +92,7 @@ class PromptAttention:
                 attn_mask=mask,
                 is_causal=mask is None,
                 scale=attention.scale,
-                enable_gqa=query.shape[1] != kv_heads,
+                enable_gqa=mask is None and groups > 1,
             )
         else:
             assert mask is not None, "layers with capped scores have one"

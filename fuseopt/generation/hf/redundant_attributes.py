@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fuseopt.models.policy import modeling_name
 from fuseopt.modules.base import full_name, source_class
 from fuseopt.modules.children import CONV1D, LAYER_NORM
 
@@ -27,10 +28,57 @@ def _of_t5_attention(attention: Any) -> Mapping[str, object]:
     return {**sizes, **buckets, "has_relative_attention_bias": bias is not None}
 
 
+def _of_grouped_attention(attention: Any) -> Mapping[str, object]:
+    config = attention.config
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    expected = {"head_dim": head_dim, "num_key_value_groups": heads // kv_heads, "num_key_value_heads": kv_heads}
+    # These are StableLM's.
+    expected |= {"num_heads": heads, "qk_layernorm": getattr(config, "qk_layernorm", False)}
+    if "rotary_ndims" in attention.__dict__:
+        expected["rotary_ndims"] = int(head_dim * config.rope_parameters["partial_rotary_factor"])
+    return {name: value for name, value in expected.items() if name in attention.__dict__} | {"is_causal": True}
+
+
+def _of_neox_attention(attention: Any) -> Mapping[str, object]:
+    return {"head_size": attention.config.hidden_size // attention.config.num_attention_heads, "is_causal": True}
+
+
+def _of_sliding_model(model: Any) -> Mapping[str, object]:
+    return {"has_sliding_layers": "sliding_attention" in model.config.layer_types}
+
+
+_GROUPED = (
+    "Llama",
+    "Mistral",
+    "Qwen2",
+    "Qwen3",
+    "SmolLM3",
+    "Phi3",
+    "Gemma",
+    "Gemma2",
+    "Gemma3",
+    "Granite",
+    "Olmo2",
+    "StableLm",
+)
+_NEOX = "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoX"
+
 _EXPECTED: Mapping[str, Callable[[Any], Mapping[str, object]]] = {
     CONV1D: lambda module: {"nf": module.weight.shape[1]},
     LAYER_NORM: lambda module: {"normalized_shape": tuple(module.weight.shape)},
     f"{_GPT2}Attention": _of_gpt2_attention,
+    **{modeling_name(f"{name.lower()}.{name}Attention"): _of_grouped_attention for name in _GROUPED},
+    **{modeling_name(f"{name.lower()}.{name}Model"): _of_sliding_model for name in ("Qwen2", "Qwen3", "SmolLM3")},
+    f"{_NEOX}Attention": _of_neox_attention,
+    f"{_NEOX}Layer": lambda layer: {"use_parallel_residual": layer.attention.config.use_parallel_residual},
+    modeling_name("stablelm.StableLmDecoderLayer"): lambda layer: {
+        "use_parallel_residual": layer.self_attn.config.use_parallel_residual
+    },
+    modeling_name("gptj.GPTJAttention"): lambda attention: {"rotary_dim": attention.config.rotary_dim},
+    modeling_name("granite.GraniteDecoderLayer"): lambda layer: {
+        "residual_multiplier": layer.self_attn.config.residual_multiplier
+    },
     **{f"{prefix}Attention": _of_t5_attention for prefix in _T5S},
     **{f"{prefix}Block": lambda block: {"is_decoder": len(block.layer) > 2} for prefix in _T5S},
     **{f"{prefix}Stack": lambda stack: {"is_decoder": stack.config.is_decoder} for prefix in _T5S},

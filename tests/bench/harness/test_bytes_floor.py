@@ -5,7 +5,7 @@ import torch
 
 from fuseopt.bench.harness import bytes_floor
 from fuseopt.bench.harness.architectures import load_config, weightless
-from fuseopt.bench.harness.bytes_floor import cache_bytes, copy_bandwidth, weight_bytes
+from fuseopt.bench.harness.bytes_floor import cache_bytes, copy_bandwidth, read_bandwidth, weight_bytes
 from fuseopt.runtime.timer import Timing
 
 CPU = torch.device("cpu")
@@ -30,10 +30,14 @@ def test_a_decoding_step_reads_the_half_filled_caches_of_all_rows():
     assert cache_bytes(t5, 8, 4, 128, 100) == (8 * 128 + 32 * 50) * a_token
 
 
-def test_a_copy_reads_and_writes(monkeypatch):
+def test_a_copy_reads_and_writes_and_a_sum_reads(monkeypatch):
+    returned = []
+
     def half_a_second(calls, sample, rounds):
-        calls["copy"]()
-        return {"copy": Timing((0.5,) * rounds)}
+        returned.append(calls["call"]())
+        return {"call": Timing((0.5,) * rounds)}
 
     monkeypatch.setattr(bytes_floor, "time_in_turns", half_a_second)
     assert copy_bandwidth(CPU) == 4 * 2**26
+    assert read_bandwidth(CPU) == 2 * 4 * 2**26
+    assert returned[1] == 2**26

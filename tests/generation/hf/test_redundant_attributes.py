@@ -10,9 +10,20 @@ from fuseopt.generation.hf.redundant_attributes import _EXPECTED
 from fuseopt.generation.tiers import Tier
 from fuseopt.runtime.module_watch import CONSTANTS, REDUNDANT, ModuleWatch
 from tests import tiny
+from tests.generation.families.tiny_decoders import DECODERS, ENCODER_DECODERS
 from tests.generation.same_calls import GENERATION
 
 FAMILIES = {"gpt2": tiny.gpt2, "t5": tiny.t5}
+OTHERS = {**DECODERS, **ENCODER_DECODERS}
+# What must be found to matter, so that the test can fail.
+MATTERS = {
+    "gpt2": {"nf", "split_size", "head_dim", "layer_idx", "normalized_shape", "scaling", "eps"},
+    "t5": {"key_value_proj_dim", "layer_idx", "is_decoder", "has_relative_attention_bias", "n_heads"},
+    "llama": {"head_dim", "layer_idx", "scaling", "variance_epsilon", "attention_scaling"},
+    "gemma3": {"head_dim", "sliding_attention_attention_scaling", "eps"},
+    "gpt_neox": {"head_size", "use_parallel_residual", "attention_scaling"},
+    "granite": {"residual_multiplier", "embedding_multiplier"},
+}
 
 
 def attributes(model):
@@ -46,9 +57,11 @@ def generated(model):
         return type(error)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [*MATTERS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS if name not in MATTERS)]
+)
 def test_an_attribute_set_by_hand_counts_as_in_transformers(family):
-    stock = FAMILIES[family]()
+    stock = (OTHERS | FAMILIES)[family]()
     fused = fuseopt.initialize(copy.deepcopy(stock), GENERATION)
     right, changed = generated(stock), set()
     for path, name, value in attributes(stock):
@@ -68,9 +81,7 @@ def test_an_attribute_set_by_hand_counts_as_in_transformers(family):
             changed.add(name)
         for model in (stock, fused):
             setattr(model.get_submodule(path), name, before)
-    assert changed >= {"gpt2": {"nf", "split_size", "head_dim", "layer_idx", "normalized_shape", "scaling", "eps"}}.get(
-        family, {"key_value_proj_dim", "layer_idx", "is_decoder", "has_relative_attention_bias", "n_heads"}
-    )
+    assert changed >= MATTERS.get(family, set())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -28,7 +28,7 @@ class StreamRows {
   __device__ int row() const { return row_; }
 
   // Loads from column `first_k` on, with zeros after the end. kSums: rows are sums, which are also stored if `leaves`.
-  // `change(piece, k)` changes a piece before it is kept, from the k-th of the loaded columns on.
+  // `change(piece, kept)` changes a piece before it is kept in place of `kept`.
   template <bool kSums, typename Change>
   __device__ void load(const StreamLayer<T>& layer, int first_k, bool leaves, Change change) {
     // TUNED: measurement not recorded (6a46d2d); `fuseopt bench kernels --model gpt2` measures it again.
@@ -62,25 +62,33 @@ class StreamRows {
           if (is_there(i)) loaded[i] = rounded_sum(loaded[i], added[i]);
           if (leaves && is_there(i)) *reinterpret_cast<Piece*>(layer.sum + first_of_row + k_at(i)) = loaded[i];
         }
-        if (is_there(i)) change(loaded[i], k_at(i) - first_k);
+        if (is_there(i)) change(loaded[i], pieces_[first + i * kWarpSize]);
         if (first + i * kWarpSize < count_) pieces_[first + i * kWarpSize] = loaded[i];
       }
     }
   }
 
-  // The same, times an RMS norm's weight from `scale` on, if there is one. The sum of squares of the lane's row.
+  // Starts copying an RMS norm's weight to the places of the rows that it is to scale.
+  __device__ void fetch_scale(const StreamLayer<T>& layer, int first_k) {
+#pragma unroll 1
+    for (int piece = threadIdx.x % kWarpSize; piece < count_; piece += kWarpSize) {
+      const int k = first_k + k_of(piece);
+      copy_async(pieces_ + piece, layer.norm_weight + k, k < layer.in_features);
+    }
+  }
+
+  // `load`, times the norm's weight that has been copied there, if there is one. The sum of squares of the lane's row.
   template <bool kSums>
-  __device__ float load_scaled(const StreamLayer<T>& layer, int first_k, bool leaves, const T* scale) {
+  __device__ float load_scaled(const StreamLayer<T>& layer, int first_k, bool leaves) {
     float squares = 0.f;
     const float one = layer.adds_one ? 1.f : 0.f;
-    load<kSums>(layer, first_k, leaves, [&](Piece& x, int k) {
+    load<kSums>(layer, first_k, leaves, [&](Piece& x, const Piece& scale) {
       float values[kLaneValues];
 #pragma unroll
       for (int i = 0; i < kLaneValues; ++i) values[i] = x[i], squares = fmaf(values[i], values[i], squares);
       if (layer.norm_weight == nullptr) return;
-      const auto factors = *reinterpret_cast<const Vector<T, kLaneValues>*>(scale + k);
 #pragma unroll
-      for (int i = 0; i < kLaneValues; ++i) values[i] *= factors[i] + one;
+      for (int i = 0; i < kLaneValues; ++i) values[i] *= scale[i] + one;
       store_floats_as<T>(&x, 0, values);
     });
     return sum_of_row(squares);

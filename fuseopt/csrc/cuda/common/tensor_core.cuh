@@ -109,20 +109,13 @@ __device__ inline void multiply(float (&sums)[4], uint2 low, uint2 high, unsigne
   }
 }
 
-// A finite float32 in two parts that tensor cores take (TF32, 11 significant bits): their sum has 22. Of infinity, and of
-// what rounds to it, one part is NaN or infinite.
+// A finite float32 in two parts that tensor cores take (TF32, 11 significant bits; they cut off further ones). The first is
+// rounded to nearest, so of the rest only the last bit is cut off. Of infinity, and of what rounds to it, the rest is NaN.
 struct Tf32Parts {
   unsigned high, low;
 
-  __device__ explicit Tf32Parts(unsigned word) : high(rounded(word)) {
-    low = rounded(__float_as_uint(__uint_as_float(word) - __uint_as_float(high)));
-  }
-
- private:
-  static __device__ unsigned rounded(unsigned word) {
-    unsigned result = 0;
-    FUSEOPT_SM80_ASM("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(__uint_as_float(word)));
-    return result;
+  __device__ explicit Tf32Parts(unsigned word) : high((word + 0x1000u) & 0xffffe000u) {
+    low = __float_as_uint(__uint_as_float(word) - __uint_as_float(high));
   }
 };
 

@@ -112,13 +112,13 @@ __global__ void __launch_bounds__(kMaxWideThreads)
   });
 }
 
-template <typename T, Team kTeam>
-__global__ void __launch_bounds__(kMaxWideThreads)
+template <typename T, Team kTeam, int kHeld = kBwdHeld<kTeam>, int kMostThreads = kMaxWideThreads>
+__global__ void __launch_bounds__(kMostThreads)
     softmax_bwd_wide_kernel(const T* __restrict__ grad_output, const T* __restrict__ output, TypedPointer grad_input,
                             int columns, float scale, int slots) {
   constexpr int kWidth = kVectorWidth<T>;
   // TUNED: measurement not recorded (8130f78); `fuseopt bench ops --op softmax` measures it again.
-  constexpr int kHeld = kBwdHeld<kTeam>, kLoads = kTeam == Team::kBlock ? 2 : 3;
+  constexpr int kLoads = kHeld == kMostHeld ? 1 : kTeam == Team::kBlock ? 2 : 3;
   struct Pair {
     Vector<T> y, g;
   };
@@ -185,11 +185,14 @@ struct WideShape {
 // A cluster that holds a row in registers if its threads have more than `exceeded` vectors, up to kMostHeld. Registers
 // that a thread could fill but does not cost about as much as filled ones; few small blocks cost least.
 // TUNED: clusters of 8: 256 threads gain up to 33%, 512 only if nearly all have 8 vectors, 1024 lose 33% (8130f78).
+// Backward, H200, in copies' bandwidth, read twice and held: float32 0.92 -> 1.03 with 65,536 columns, 0.91 -> 1.02 with
+// 131,072, 0.84 -> 0.91 with 262,144; bfloat16 0.90 -> 1.03 with 131,072, 0.88 -> 1.02 with 262,144.
 struct Held {
   int blocks;
-  int threads;  // per block
+  int threads;  // per block, up to kMostHeldThreads
   int exceeded;
 };
+constexpr int kMostHeldThreads = kMaxWideThreads / 2;
 constexpr Held kHeld[] = {{8, kMaxWideThreads / 4, kFewHeld},
                           {16, kMaxWideThreads / 4, kMostHeld - 1},
                           {8, kMaxWideThreads / 2, kMostHeld - 1},
@@ -203,7 +206,8 @@ constexpr Held kHeldOfManyRows[] = {{2, kMaxWideThreads / 4, kMostHeld - 1}, {4,
 // busy. The cluster holds the row in registers if it may, if two of its blocks fit a multiprocessor, and, for large
 // blocks, if its threads are nearly full. Otherwise its second read comes from the L2 cache. Clusters whose blocks hold
 // their parts in shared memory are slower, because their exchange waits for their stores.
-WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensors, int held, bool may_hold_in_cluster) {
+WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensors, int held,
+                     bool may_hold_in_cluster = true) {
   const auto most_shared = static_cast<int64_t>(shared_bytes_of_block());
   const bool has_clusters = cached_attribute<cudaDevAttrClusterLaunch>() != 0;
   const bool are_many = 2 * rows > multiprocessor_count();
@@ -297,9 +301,11 @@ void launch_softmax_bwd_wide(TypedPointer grad_output, TypedPointer output, Type
   dispatch_fast_dtype(output.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto block = softmax_bwd_wide_kernel<T, Team::kBlock>;
-    launch_wide(WideKernels<const T*, const T*, TypedPointer, int, float>{
-                    softmax_bwd_wide_kernel<T, Team::kCluster>, block, block},
-                wide_shape(rows, columns, kVectorWidth<T>, 2, kBwdHeld<Team::kBlock>, false), rows, 2, stream,
+    const WideShape shape = wide_shape(rows, columns, kVectorWidth<T>, 2, kBwdHeld<Team::kBlock>);
+    const auto cluster = shape.held_in_cluster
+                             ? softmax_bwd_wide_kernel<T, Team::kCluster, kMostHeld, kMostHeldThreads>
+                             : softmax_bwd_wide_kernel<T, Team::kCluster>;
+    launch_wide(WideKernels<const T*, const T*, TypedPointer, int, float>{cluster, block, block}, shape, rows, 2, stream,
                 static_cast<const T*>(grad_output.data), static_cast<const T*>(output.data), grad_input, columns,
                 scale);
   });

@@ -30,7 +30,7 @@ enum class HeadPart { kQuery, kKey, kValue };
 template <typename Acc>
 class LaneRotation {
  public:
-  // Elements of shared memory for each lane. Partners are read from there, without bank conflicts.
+  // Elements of shared memory for each lane, for partners at any distance, without bank conflicts.
   static constexpr int kScratch = kLaneDims + 1;
 
   __device__ LaneRotation(const HeadRotation& rotation, int64_t row, int dim, int head_dim)
@@ -45,7 +45,7 @@ class LaneRotation {
         const int pair = rotation.interleaved ? (dim + i) / 2 : dim + i - (is_first(i) ? 0 : pairs);
         const int there = dim + i < rotation.rotated ? pair : 0;  // loads without branches are in flight together
         cos_[i] = line[there];
-        sin_[i] = line[pairs + there];
+        sin_[i] = is_first(i) ? -line[pairs + there] : line[pairs + there];
       }
     }
     load_weight(rotation.q_norm, q_weight_);
@@ -70,17 +70,30 @@ class LaneRotation {
       }
     }
     if (rotation_.table == nullptr) return;
+    const int rotated = part == HeadPart::kValue ? 0 : rotation_.rotated, half = rotation_.rotated / 2;
+    Acc partners[kLaneDims];
+    if (rotation_.interleaved) {
 #pragma unroll
-    for (int i = 0; i < kLaneDims; ++i) scratch[place_of(dim_ + i)] = x[i];
-    __syncwarp();
+      for (int i = 0; i < kLaneDims; ++i) partners[i] = x[i ^ 1];
+    } else if (half % kLaneDims == 0) {
+      const int lane = threadIdx.x % kWarpSize, apart = half / kLaneDims;
+      const int source = dim_ < half ? lane + apart : dim_ < 2 * half ? lane - apart : lane;
+#pragma unroll
+      for (int i = 0; i < kLaneDims; ++i) partners[i] = __shfl_sync(kFullWarp, x[i], source);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLaneDims; ++i) scratch[place_of(dim_ + i)] = x[i];
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kLaneDims; ++i) {
+        if (dim_ + i < 2 * half) partners[i] = scratch[place_of(dim_ + i + (is_first(i) ? half : -half))];
+      }
+      __syncwarp();
+    }
 #pragma unroll
     for (int i = 0; i < kLaneDims; ++i) {
-      if (part == HeadPart::kValue || dim_ + i >= rotation_.rotated) continue;
-      const int apart = rotation_.interleaved ? 1 : rotation_.rotated / 2;
-      const Acc partner = scratch[place_of(dim_ + i + (is_first(i) ? apart : -apart))];
-      x[i] = is_first(i) ? x[i] * cos_[i] - partner * sin_[i] : x[i] * cos_[i] + partner * sin_[i];
+      if (dim_ + i < rotated) x[i] = x[i] * cos_[i] + partners[i] * sin_[i];
     }
-    __syncwarp();
   }
 
  private:
@@ -119,6 +132,7 @@ class LaneRotation {
   const HeadRotation& rotation_;
   const int dim_, head_dim_;
   const Acc reciprocal_dim_;
+  // The sines of the first of a pair are negative.
   Acc cos_[kLaneDims] = {}, sin_[kLaneDims] = {}, q_weight_[kLaneDims] = {}, k_weight_[kLaneDims] = {};
 };
 

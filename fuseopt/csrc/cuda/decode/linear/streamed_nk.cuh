@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
 
   // Stages [ring_warps][kStages]; the block's rows [kHalves]; of a norm, parameters [2][block_columns]; sums
   // [warps][rows][kSumsStride], of the cluster's other blocks [blocks - 1][rows][kSumsStride]; of a norm, moments
-  // [parts][rows]. Rows that are scaled as they are loaded need no second parameter.
+  // [parts][rows]. The weight of rows that are scaled as they are loaded is where these will be.
   extern __shared__ __align__(kRingAlignment) char rings[];
   __shared__ Mailbox mailbox;
   const int half_bytes = StreamRows<T, X>::bytes(layer.slot_bits, layer.block_columns);
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   T *const scale = params + warp * part_columns, *const shift = scale + layer.block_columns;
   constexpr bool kCanScale = kNorm && std::is_same_v<T, __nv_bfloat16> && std::is_same_v<X, T>;
   const bool scales_rows = kCanScale && layer.scales_rows;
-  float* const sums_of = reinterpret_cast<float*>(params + (kNorm ? (scales_rows ? 1 : 2) * layer.block_columns : 0));
+  float* const sums_of = reinterpret_cast<float*>(params + (kNorm && !scales_rows ? 2 * layer.block_columns : 0));
   float* const inbox = sums_of + kStreamWarps * rows * kSumsStride;
   Moments* const moments = reinterpret_cast<Moments*>(inbox + (blocks - 1) * rows * kSumsStride);
 
@@ -49,8 +49,17 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   int strip = own.strip;
   const int out_features = layer.widths[own.index];
   WeightStream<T> weight(layer, own, part);
+  const auto rows_of = [&](int half) {
+    char* const at = rows_at + half * half_bytes + StreamRows<T, X>::bytes(layer.slot_bits, warp * part_columns);
+    return StreamRows<T, X>(at, layer, held_stages * kStageK, half * kHalfRows);
+  };
+  if constexpr (kCanScale) {
+    for (int h = 0; scales_rows && layer.norm_weight != nullptr && h < kHalves; ++h) {
+      rows_of(h).fetch_scale(layer, part * part_columns);
+    }
+  }
 #pragma unroll 1
-  for (int k = lane * kLaneValues; kNorm && k < held_stages * kStageK; k += kWarpSize * kLaneValues) {
+  for (int k = lane * kLaneValues; kNorm && !scales_rows && k < held_stages * kStageK; k += kWarpSize * kLaneValues) {
     const int64_t at = part * part_columns + k;
     if (at < columns && layer.norm_weight != nullptr) copy_async(scale + k, layer.norm_weight + at, true);
     if (at < columns && layer.norm_bias != nullptr) copy_async(shift + k, layer.norm_bias + at, true);
@@ -97,26 +106,19 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
     else residual = static_cast<const T*>(layer.residual)[output_index(i)];
   };
   load_biases(threadIdx.x);
-  if (scales_rows) {
-    await_copy_groups<kStages>();
-    __syncwarp();
-  }
+  if (scales_rows) await_copy_groups<kStages>();
   wait_for_predecessor();
   load_residual(threadIdx.x);
   RulesInForce rules;
   if (kGivesBest && layer.rules.of_tokens != nullptr) rules = RulesInForce(layer.rules, *layer.sequence_length);
 
-  const auto rows_of = [&](int half) {
-    char* const at = rows_at + half * half_bytes + StreamRows<T, X>::bytes(layer.slot_bits, warp * part_columns);
-    return StreamRows<T, X>(at, layer, held_stages * kStageK, half * kHalfRows);
-  };
   const bool is_first_of_row = lane % 4 == 0 && lane < 4 << layer.slot_bits;
   if constexpr (kCanScale) {
 #pragma unroll 1
     for (int h = 0; scales_rows && h < kHalves; ++h) {
       StreamRows<T, X> x = rows_of(h);
       const float squares =
-          x.template load_scaled<kSums>(layer, part * part_columns, kSums && layer.sum != nullptr && blockIdx.x == 0, scale);
+          x.template load_scaled<kSums>(layer, part * part_columns, kSums && layer.sum != nullptr && blockIdx.x == 0);
       if (is_first_of_row && x.row() < rows) moments[part * rows + x.row()] = {0.f, squares};
     }
   }
@@ -127,7 +129,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
 #pragma unroll 1
     for (int h = 0; h < kHalves; ++h) {
       StreamRows<T, X> x = rows_of(h);
-      x.template load<kSums>(layer, first_k, kSums && layer.sum != nullptr && blockIdx.x == 0, [](auto&, int) {});
+      x.template load<kSums>(layer, first_k, kSums && layer.sum != nullptr && blockIdx.x == 0, [](auto&, const auto&) {});
       if constexpr (kNorm) {
         const Moments of_row = x.moments(max(min(columns - first_k, part_columns), 0));
         if (is_first_of_row && x.row() < rows) moments[of_part * rows + x.row()] = of_row;
@@ -307,7 +309,7 @@ struct StreamedNKPlan {
     scales_rows = layer.weight_dtype == kBFloat16 && layer.input.dtype == kBFloat16 && blocks == 1 &&
                   (layer.norm == kRmsNorm || layer.norm == kGemmaRmsNorm);
     if (layer.norm != kNoNorm) {
-      shared_bytes += (scales_rows ? 1 : 2) * block_columns * sizeof(uint16_t) + parts * layer.rows * sizeof(Moments);
+      shared_bytes += (scales_rows ? 0 : 2 * block_columns * sizeof(uint16_t)) + parts * layer.rows * sizeof(Moments);
     }
   }
 };
