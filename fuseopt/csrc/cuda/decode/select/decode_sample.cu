@@ -11,6 +11,7 @@
 #include "cuda/decode/select/exponential_draw.cuh"
 #include "cuda/decode/select/logits_chunk.cuh"
 #include "cuda/decode/select/score_cut.cuh"
+#include "cuda/decode/select/typicality.cuh"
 
 namespace fuseopt::decode_sample {
 namespace {
@@ -30,22 +31,6 @@ struct SampleRows {
   ScoreArithmetic<float> arithmetic;
   int chunks_of_block;
   TorchDraw draw;
-};
-
-// How far the information of a score is from the mean; upstream: TypicalLogitsWarper.
-struct Typicality {
-  float highest;
-  float log_sum = 0;
-  float entropy = 0;
-
-  // `sums`: of the weights, and of the weights times the scores, less the highest one.
-  __device__ Typicality(float highest, const double (&sums)[2])
-      : highest(highest),
-        log_sum(static_cast<float>(log(sums[0]))),
-        entropy(static_cast<float>(log(sums[0]) - sums[1] / sums[0])) {}
-
-  // The nearest score is the highest.
-  __device__ float operator()(float score) const { return -fabsf(-(score - highest - log_sum) - entropy); }
 };
 
 // Edits this block's scores and stores them; others than tokens are -inf. Returns the highest and, negated, the lowest
