@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         "--checkpoints",
         type=Path,
         metavar="DIR",
-        help="a folder of model folders and a prompts.txt; default: examples/checkpoints of the clone",
+        help="a folder of model folders and a prompts.txt; default: examples/checkpoints, here or in the clone",
     )
     demo.add_argument("--out", type=new_file, metavar="FILE", help="also write the results as JSON; default: do not")
     add_plot(demo)
@@ -219,7 +219,7 @@ def _demo(arguments: argparse.Namespace) -> None:
     results = demo.run(
         device=device(arguments.device),
         quick=arguments.quick,
-        checkpoints=arguments.checkpoints or demo.CHECKPOINTS,
+        checkpoints=arguments.checkpoints or demo.default_checkpoints(),
         out=arguments.out,
     )
     draw(results, arguments.plot)

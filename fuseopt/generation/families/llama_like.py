@@ -97,7 +97,8 @@ class LlamaLikeStep(SpecStep):
     @classmethod
     def layer_of(cls, block: nn.Module, rotary: RotaryPositions | None) -> Layer:
         own, mlp = block.self_attn, block.mlp
-        norms = [None if name is None else cls.norm_of(getattr(block, name)) for name in cls.norms]
+        modules = [None if name is None else getattr(block, name) for name in cls.norms]
+        norms = [None if module is None else cls.norm_of(module) for module in modules]
         if hasattr(own, "qkv_proj"):
             qkv = linear_of(own.qkv_proj)
         else:
@@ -135,4 +136,4 @@ class LlamaLikeStep(SpecStep):
     @classmethod
     def norm_of(cls, norm: nn.Module) -> Norm:
         eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
-        return Norm(cls.norm_kind, norm.weight, None, eps)
+        return Norm(cls.norm_kind, norm.weight, getattr(norm, "bias", None), eps)
