@@ -267,7 +267,7 @@ def _fused_by_auto(arguments: argparse.Namespace) -> PreTrainedModel:
     if arguments.train and arguments.generate:
         raise ConfigError("--train and --generate: two kinds of work, which are measured one at a time; leave one out")
     model = _model(arguments).train(arguments.train)
-    inputs = _random_inputs(model, arguments.batch or 1, arguments.length or 128)
+    inputs = _random_inputs(model, arguments.batch or 1, arguments.length or 128, arguments.generate)
     if arguments.train:
         inputs["labels"] = inputs["input_ids"]
     generate = arguments.generate and {"max_new_tokens": arguments.generate}
@@ -282,8 +282,18 @@ def _fused_by_auto(arguments: argparse.Namespace) -> PreTrainedModel:
         logger.setLevel(level)
 
 
-def _random_inputs(model: PreTrainedModel, batch: int, length: int) -> dict[str, torch.Tensor]:
-    """Random token ids [batch, length], the same in every run, and a mask of ones."""
+def _random_inputs(model: PreTrainedModel, batch: int, length: int, new: int | None) -> dict[str, torch.Tensor]:
+    """Random token ids [batch, length], the same in every run, and a mask of ones.
+
+    Raises:
+        ConfigError: the model's table of positions ends before `length` and `new` tokens.
+    """
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tables = {module.num_embeddings for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    # The tables of OPT and BART begin with two other rows.
+    if isinstance(most, int) and tables & {most, most + 2} and length + (new or 0) > most:
+        asked = f"{length} tokens" + (f" and {new} new ones" if new else "")
+        raise ConfigError(f"--length: {asked} are more than the {most} positions of {type(model).__name__}")
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(1, vocabulary, (batch, length), generator=torch.Generator().manual_seed(0)).to(model.device)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -308,7 +318,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     from fuseopt.verify import acts_in_training, with_options
 
     config, model = fuseopt.Config.load(arguments.config), _model(arguments)
-    inputs = _random_inputs(model, arguments.batch, arguments.length)
+    inputs = _random_inputs(model, arguments.batch, arguments.length, arguments.generate)
     with waiting(f"comparing {arguments.model}, stock and fused, with float64"):
         checked = fuseopt.verify(
             model,
