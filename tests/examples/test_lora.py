@@ -111,6 +111,7 @@ def test_kernels_on_a_gpu(main, backend, dtype, activation):
     check_against_float64(given, activation, output, grads, cotangent, 1e-4 if dtype == torch.float32 else 4e-2)
 
 
+@pytest.mark.slow
 def test_script_checks_times_and_saves(main, tmp_path, capsys):
     main.main(["--rows", "8", "--width", "16", "--dtypes", "float32", "--out", str(tmp_path / "a" / "new")])
     printed = capsys.readouterr().out

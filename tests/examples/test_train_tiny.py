@@ -120,6 +120,7 @@ def test_source_and_target_are_one_passage_cut_before_a_word(chapters):
         assert target[-1] == tokenizer.eos_token_id or len(target) == train_tiny.TARGET_LENGTH
 
 
+@pytest.mark.slow
 def test_trains_saves_and_loads_both_models(text, tmp_path, capsys):
     arguments = ["--text", str(text), "--out", str(tmp_path), "--device", "cpu", "--steps", "3", "--batch-size", "2"]
     precision = torch.get_float32_matmul_precision()

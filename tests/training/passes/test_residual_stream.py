@@ -138,7 +138,7 @@ def peak_bytes(graph: fx.Graph) -> int:
     return peak
 
 
-@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("keeps", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_lower_budget_lowers_the_peak_of_the_backward(keeps, monkeypatch):
     backwards = []
 
