@@ -208,7 +208,7 @@ def plan(model: nn.Module, config: ConfigSource = None, *, verbose: bool = False
     """What `initialize(model, config)` would do, without doing it; works on the meta device too.
 
     A model that is fused already is planned as it was before. If `verbose`, the plan prints every candidate and every
-    reason. If `initialize(model, "auto")` has measured this config for such a model here, the plan says the gain.
+    reason. If "auto" or a benchmark has measured this config for such a model here, the plan says the gain.
 
     Raises:
         NotAModelError, ConfigError: as `initialize`.

@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         "--checkpoints",
         type=Path,
         metavar="DIR",
-        help="a folder of model folders and a prompts.txt; default: examples/checkpoints of the clone",
+        help="a folder of model folders and a prompts.txt; default: examples/checkpoints, here or in the clone",
     )
     demo.add_argument("--out", type=new_file, metavar="FILE", help="also write the results as JSON; default: do not")
     add_plot(demo)
@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=_plan)
 
     report = _command(commands, "report", "replace what can be replaced in a model here, and show what was done")
-    _add_model(report)
+    _add_model(report, ", or auto, which measures what is fastest here")
     report.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights; default: float32")
     add_device(report)
     _add_output(report)
@@ -184,9 +184,9 @@ def _command(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
     return commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: argparse.ArgumentParser, others: str = "") -> None:
     parser.add_argument("model", metavar="MODEL", help=f"{MODEL}; one that has no weights gets random ones")
-    parser.add_argument("--config", default="inference", metavar="CONFIG", help=f"{CONFIG}; default: inference")
+    parser.add_argument("--config", default="inference", metavar="CONFIG", help=f"{CONFIG}{others}; default: inference")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -219,7 +219,7 @@ def _demo(arguments: argparse.Namespace) -> None:
     results = demo.run(
         device=device(arguments.device),
         quick=arguments.quick,
-        checkpoints=arguments.checkpoints or demo.CHECKPOINTS,
+        checkpoints=arguments.checkpoints or demo.default_checkpoints(),
         out=arguments.out,
     )
     draw(results, arguments.plot)
@@ -267,7 +267,7 @@ def _fused_by_auto(arguments: argparse.Namespace) -> PreTrainedModel:
     if arguments.train and arguments.generate:
         raise ConfigError("--train and --generate: two kinds of work, which are measured one at a time; leave one out")
     model = _model(arguments).train(arguments.train)
-    inputs = _random_inputs(model, arguments.batch or 1, arguments.length or 128)
+    inputs = _random_inputs(model, arguments.batch or 1, arguments.length or 128, arguments.generate)
     if arguments.train:
         inputs["labels"] = inputs["input_ids"]
     generate = arguments.generate and {"max_new_tokens": arguments.generate}
@@ -282,8 +282,18 @@ def _fused_by_auto(arguments: argparse.Namespace) -> PreTrainedModel:
         logger.setLevel(level)
 
 
-def _random_inputs(model: PreTrainedModel, batch: int, length: int) -> dict[str, torch.Tensor]:
-    """Random token ids [batch, length], the same in every run, and a mask of ones."""
+def _random_inputs(model: PreTrainedModel, batch: int, length: int, new: int | None) -> dict[str, torch.Tensor]:
+    """Random token ids [batch, length], the same in every run, and a mask of ones.
+
+    Raises:
+        ConfigError: the model's table of positions ends before `length` and `new` tokens.
+    """
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tables = {module.num_embeddings for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    # The tables of OPT and BART begin with two other rows.
+    if isinstance(most, int) and tables & {most, most + 2} and length + (new or 0) > most:
+        asked = f"{length} tokens" + (f" and {new} new ones" if new else "")
+        raise ConfigError(f"--length: {asked} are more than the {most} positions of {type(model).__name__}")
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(1, vocabulary, (batch, length), generator=torch.Generator().manual_seed(0)).to(model.device)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -308,7 +318,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     from fuseopt.verify import acts_in_training, with_options
 
     config, model = fuseopt.Config.load(arguments.config), _model(arguments)
-    inputs = _random_inputs(model, arguments.batch, arguments.length)
+    inputs = _random_inputs(model, arguments.batch, arguments.length, arguments.generate)
     with waiting(f"comparing {arguments.model}, stock and fused, with float64"):
         checked = fuseopt.verify(
             model,

@@ -50,6 +50,7 @@ class Measurements:
         seconds: how long the measurement took.
         time_limit: in seconds.
         choices: in the order in which they were measured, stock first.
+        source: "auto", or "bench" for a benchmark, which keeps nothing and has no time limit.
         remembered: whether an earlier call measured this, whose result was read from the cache folder.
     """
 
@@ -60,6 +61,7 @@ class Measurements:
     seconds: float
     time_limit: float
     choices: tuple[MeasuredChoice, ...]
+    source: str = "auto"
     remembered: bool = False
 
     @property

@@ -111,7 +111,7 @@ class Plan(Tabled):
     """Everything that `initialize` would do to one model: `print(plan)`, `to_dict()`, `to_json()`, `to_html()`.
 
     `fallbacks` are messages about what was asked for by name and will not run on the backend asked for. `expected` has
-    a line for each kind of call whose gain by this config `initialize(model, "auto")` has measured on this machine.
+    a line for each kind of call whose gain by this config "auto" or a benchmark has measured on this machine.
     """
 
     model_class: str

@@ -111,6 +111,11 @@ def _check_names(model: nn.Module, given: Mapping[str, Any], accepted: Mapping[s
     for name in given:
         if not isinstance(name, str):
             raise InputsError(f"inputs: keys must be names of the forward's arguments, got {shown(name)}")
+        if name not in accepted and _is_of_generate(model, name):
+            raise InputsError(
+                f"inputs: {name} is an argument of generate(), and the forward ignores it; "
+                f"pass generate={{{name!r}: {shown(given[name])}}}"
+            )
         taken = inspect.Parameter.VAR_POSITIONAL if name == "labels" else inspect.Parameter.VAR_KEYWORD
         misspelt = set(difflib.get_close_matches(name, list(accepted), n=1, cutoff=0.85)) - set(given)
         if name not in accepted and (taken not in kinds or misspelt):
@@ -123,6 +128,12 @@ def _check_names(model: nn.Module, given: Mapping[str, Any], accepted: Mapping[s
     missing = [name for name in needed if name not in given]
     if missing:
         raise InputsError(f"inputs: the forward of {type(model).__name__} needs {', '.join(missing)} too")
+
+
+def _is_of_generate(model: nn.Module, name: str) -> bool:
+    """Whether a name is a setting of generate() alone. Some, such as use_cache, are settings of the forward too."""
+    settings, config = getattr(model, "generation_config", None), getattr(model, "config", None)
+    return hasattr(settings, name) and not hasattr(config, name)
 
 
 def _check_parameters(model: nn.Module, trains: bool) -> None:

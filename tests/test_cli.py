@@ -298,6 +298,14 @@ def test_no_memory_is_an_error_that_says_what_to_do(capsys, monkeypatch):
     assert code == 2 and err.count("\n") == 1 and err.endswith("Take a smaller model, batch or length.\n")
 
 
+@pytest.mark.parametrize("command", [["verify"], ["report", "--config", "auto"]])
+def test_more_tokens_than_a_model_has_positions_are_refused(command, capsys):
+    assert main([*command, "gpt2-tiny", "--length", "9999", "--generate", "4"]) == 2
+    printed = capsys.readouterr().err
+    assert "error: --length: 9999 tokens and 4 new ones are more than the " in printed
+    assert " positions of GPT2LMHeadModel" in printed
+
+
 def test_a_reader_that_goes_ends_a_command_quietly():
     command = f"{sys.executable} -m fuseopt env | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)

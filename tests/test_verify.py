@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 import fuseopt
 from fuseopt import modules
 from fuseopt.blocks import stack_runner
-from fuseopt.errors import ConfigError, NotAModelError
+from fuseopt.errors import ConfigError, InputsError, NotAModelError
 from fuseopt.verify_runs import in_float64, outputs
 
 GELU = {"kernel_fusion": {"custom_cuda_kernels": ["FusedGELU"], "backend": "reference", "jit": False}}
@@ -146,6 +146,14 @@ def test_verify_refuses_bad_arguments(gpt2, inputs):
         fuseopt.verify(gpt2, {"kernel_fusion": {"custom_cuda_kernels": ["FusedGELUU"]}}, inputs)
     with pytest.raises(ValueError, match="no floating-point tensor"):
         fuseopt.verify(_Counts(), "reference", {"input": torch.ones(2)})
+
+
+def test_arguments_of_generate_are_no_inputs_of_the_forward(gpt2, inputs):
+    """GPT-2's forward takes any keyword, and ignores this one: what is measured would be no generate()."""
+    wanted = r"max_new_tokens is an argument of generate\(\).*pass generate={'max_new_tokens': 8}"
+    with pytest.raises(InputsError, match=wanted):
+        fuseopt.verify(gpt2, GELU, {**inputs, "max_new_tokens": 8})
+    assert fuseopt.verify(gpt2, GELU, {**inputs, "use_cache": False}).ok
 
 
 class _Counts(nn.Module):

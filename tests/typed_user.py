@@ -28,6 +28,7 @@ checked: Verification = fuseopt.verify(net, config, {"x": torch.randn(3, 16)})
 ok: bool = checked.ok
 with fuseopt.fused(net, "reference") as fused:
     same: Net = fused
+measured: Net = fuseopt.initialize(net, "auto", inputs={"x": torch.randn(3, 16)}, time_limit=5.0)
 restored: Net = fuseopt.restore(net)
 
 

@@ -59,8 +59,16 @@ def epilogue_kernel(
             gate = tl.where(x <= 0, 0.0, 1.0)
             slope = gate
         elif ACTIVATION == "gelu":
-            gate = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
-            slope = gate + 0.3989422804014327 * x * tl.exp(-0.5 * x * x)
+            z = x * 0.7071067811865476
+            bell = tl.exp(-z * z)
+            if output_ptr.dtype.element_ty == tl.float32:
+                gate = 0.5 + 0.5 * tl.erf(z)
+            else:  # Abramowitz and Stegun, 7.1.26, with an error of 1e-7: 15 instructions fewer
+                t = 1 / (1 + 0.3275911 * tl.abs(z))
+                tail = t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))
+                tail = 0.5 * bell * t * (0.254829592 + t * (-0.284496736 + tail))
+                gate = tl.where(x < 0, tail, 1 - tail)
+            slope = gate + 0.3989422804014327 * x * bell
         elif ACTIVATION == "silu":
             gate = tl.sigmoid(x)
             slope = gate * (1 + x * (1 - gate))

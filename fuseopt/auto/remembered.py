@@ -58,7 +58,8 @@ def expected(model: nn.Module, plan: Plan) -> Iterator[str]:
         config = config or json.loads(effective(plan).to_json())
         for choice in measured.choices:
             if choice.config == config and choice.speed_up is not None and choice.name != STOCK:
-                yield f"expected: {choice.speed_up:.2f} times as fast as stock; {measured.work}; auto, {measured.date}"
+                origin = f"{measured.work}; {measured.source}, {measured.date}"
+                yield f"expected: {choice.speed_up:.2f} times as fast as stock; {origin}"
 
 
 def _all(model: nn.Module) -> Mapping[str, Any]:

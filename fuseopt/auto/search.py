@@ -32,7 +32,7 @@ from fuseopt.auto.choices import NOTHING, Choice, Choices
 from fuseopt.auto.work import Kind, Work
 from fuseopt.measurements import COMPILED, KEPT, NOT_MEASURED, STOCK, MeasuredChoice
 from fuseopt.runtime import timer
-from fuseopt.runtime.timer import Spread
+from fuseopt.runtime.timer import Spread, Timing
 from fuseopt.verify import References
 
 LEAST_GAIN = 1.02
@@ -40,7 +40,7 @@ LEAST_GAIN = 1.02
 
 _ROUNDS = 9
 _ROUNDS_SHARE = 0.05  # of the time limit: after it no round of a choice begins but the first three
-_SLOW = 1.5  # a choice that takes so many times its baseline's time gets no rounds
+_SLOW = 1.5  # a choice that takes so many times its baseline's time in the first round gets no others
 _SAMPLE_SECONDS = 0.02
 # Untimed calls before a choice is timed: on a GPU later calls are captured as CUDA graphs.
 _WARM_UP = {"cuda": 4}
@@ -49,11 +49,10 @@ _COMPILE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Best:
-    """The fastest choice so far: the record that puts it into the model, its time, and its speed-up over stock."""
+    """The fastest choice so far: the record that puts it into the model, and its speed-up over stock."""
 
     choice: Choice
     record: Applied | None
-    seconds: float
     speed_up: float = 1.0
 
 
@@ -132,7 +131,7 @@ class Search:
             error.add_note("auto: raised by the stock model, before anything was replaced; check the inputs")
             raise
         self.rows[STOCK] = MeasuredChoice(STOCK, seconds, 1.0, config=NOTHING.to_dict())
-        return Best(Choice(STOCK, NOTHING), None, seconds)
+        return Best(Choice(STOCK, NOTHING), None)
 
     def _better(self, choice: Choice, baseline: Best, best: Best) -> Best:
         """The choice, timed in turns with `baseline`, if it is faster than both and right; else `best`."""
@@ -149,7 +148,7 @@ class Search:
             return best
         finally:
             apply.put(self._model, None)
-        found = Best(choice, record, seconds, baseline.speed_up * spread.median)
+        found = Best(choice, record, baseline.speed_up * spread.median)
         is_within = spread.high >= 1 and not _is_faster(spread)
         note = f"within noise of {baseline.choice.name}" if is_within else ""
         self.rows[choice.name] = dataclasses.replace(row, seconds=seconds, speed_up=found.speed_up, note=note)
@@ -177,12 +176,12 @@ class Search:
         """Median seconds of `way`, and its speed-up over `baseline` round by round."""
         for _ in range(self._warm_up):
             way()
-        fastest = min(self._sample(way) for _ in range(2))
-        if fastest > _SLOW * baseline.seconds:
-            return fastest, Spread.of([baseline.seconds / fastest])
-        limit = _ROUNDS_SHARE * self._limit
         calls = {"baseline": self._way(baseline.record), "choice": way}
-        timings = timer.time_in_turns(calls, self._sample, rounds=_ROUNDS, warm_up=0, seconds=limit)  # type: ignore[arg-type]
+        race = functools.partial(timer.time_in_turns, calls, self._sample, warm_up=0)  # type: ignore[arg-type]
+        first, more = race(rounds=1), None
+        if first["choice"].speed_up_over(first["baseline"]).median > 1 / _SLOW:
+            more = race(rounds=_ROUNDS - 1, seconds=_ROUNDS_SHARE * self._limit)
+        timings = {name: Timing(taken.samples + (more[name].samples if more else ())) for name, taken in first.items()}
         return timings["choice"].seconds.median, timings["choice"].speed_up_over(timings["baseline"])
 
     def _sample(self, way: _Way) -> float:
@@ -217,7 +216,7 @@ class Search:
         row = dataclasses.replace(self.rows[best.choice.name], seconds=seconds, speed_up=spread.median)
         self.rows[best.choice.name] = row
         if _is_faster(spread):
-            return dataclasses.replace(best, seconds=seconds, speed_up=spread.median)
+            return dataclasses.replace(best, speed_up=spread.median)
         self._note(best, "within noise of stock when timed again")
         return stock
 
@@ -254,8 +253,8 @@ class Search:
         left = self._limit - self._passed()
         if left > seconds:
             return None
-        why = "after" if left <= 0 else "compiling takes longer than is left of"
-        return dataclasses.replace(row, note=row.note or f"{NOT_MEASURED}{why} the time limit of {self._limit:g} s")
+        why = "after the time limit" if left <= 0 else "it compiles for longer than is left"
+        return dataclasses.replace(row, note=row.note or f"{NOT_MEASURED}{why} ({self._limit:g} s)")
 
     def _note(self, best: Best, note: str) -> None:
         self.rows[best.choice.name] = dataclasses.replace(self.rows[best.choice.name], note=note)

@@ -20,6 +20,7 @@ _CAUSAL = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "smollm3": "SmolLM3",
+    "stablelm": "StableLm",
 }
 
 DECODE_STEPS: Mapping[str, StepName] = {

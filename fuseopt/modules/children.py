@@ -140,15 +140,16 @@ OPT_CHILDREN: Children = {
 }
 
 
-def llama_children(prefix: str, *, model: str = "Model", embedding: str = "") -> Children:
+def llama_children(prefix: str, *, model: str = "Model", embedding: str = "", norm: str = "RMSNorm") -> Children:
     """The children in Llama, or in a model that names its modules as it does.
 
     Args:
         prefix: start of the class names, such as "transformers.models.llama.modeling_llama.Llama".
         model: end of the class name of the stack.
         embedding: end of the class name of the token embedding; empty for torch.nn.Embedding.
+        norm: end of the class name of the norms; empty for torch.nn.LayerNorm.
     """
-    norms, tokens = f"{prefix}RMSNorm", f"{prefix}{embedding}" if embedding else _EMBEDDING
+    norms, tokens = f"{prefix}{norm}" if norm else LAYER_NORM, f"{prefix}{embedding}" if embedding else _EMBEDDING
     return {
         f"{prefix}ForCausalLM": _children(model=f"{prefix}{model}", lm_head=LINEAR),
         f"{prefix}{model}": _children(
@@ -162,6 +163,7 @@ def llama_children(prefix: str, *, model: str = "Model", embedding: str = "") ->
             post_attention_layernorm=norms,
             pre_feedforward_layernorm=norms,
             post_feedforward_layernorm=norms,
+            dropout=_DROPOUT,
             resid_attn_dropout=_DROPOUT,
             resid_mlp_dropout=_DROPOUT,
         ),

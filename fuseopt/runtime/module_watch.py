@@ -29,7 +29,7 @@ REDUNDANT = (
     *("layer_idx", "num_heads", "head_dim", "split_size", "nf", "normalized_shape", "n_heads", "key_value_proj_dim"),
     *("is_decoder", "has_relative_attention_bias", "relative_attention_num_buckets", "num_key_value_groups"),
     *("num_key_value_heads", "head_size", "embed_dim", "num_attention_heads", "is_causal", "has_sliding_layers"),
-    *("use_parallel_residual", "rotary_dim", "residual_multiplier"),
+    *("use_parallel_residual", "rotary_dim", "residual_multiplier", "qk_layernorm", "rotary_ndims"),
 )
 """Plain attributes that forwards read and bypassing code takes from elsewhere, such as from the shapes of weights."""
 

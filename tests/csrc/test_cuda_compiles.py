@@ -14,11 +14,13 @@ from tests.csrc.kernel_resources import KernelResources, kernel_resources
 MAX_SPILLED_BYTES = 64
 SOURCES = sorted((toolchain.CSRC / "cuda").rglob("*.cu"))
 HOST_ONLY = {"shared_memory.cu"}
-# Compiled for longest. Templates like theirs are in other sources for another norm, activation or number of rows, and
-# test_launches.py compiles those of decode_linear without optimisation. test_units.py parses all of them in quick runs.
+# Compiled for longest. In quick runs test_units.py parses all of them, and test_launches.py compiles those of
+# decode_linear without optimisation. Templates like most of them are in other sources, for another norm or activation.
 SLOW = {
     "bfloat16.cu",
+    "decode_sample.cu",
     "float16.cu",
+    "fma.cu",
     "gelu.cu",
     "layer_norm.cu",
     "layer_norm_bwd.cu",

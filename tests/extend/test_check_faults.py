@@ -47,7 +47,7 @@ def test_a_backward_wrong_for_broadcast_inputs_only():
     assert found.keys() == {"gradient, fp32"} and "gradient of tensor 2 (broadcast)" in found["gradient, fp32"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_what_is_wrong_in_a_half_type_only(dtype):
     factor = 1 + 8 * torch.finfo(dtype).eps
 

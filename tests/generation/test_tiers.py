@@ -443,7 +443,7 @@ def test_models_without_a_step_are_skipped():
         pass
 
     for model, reason in (
-        (tiny.umt5(), "no decode step is written for UMT5ForConditionalGeneration"),
+        (tiny.longt5(), "no decode step is written for LongT5ForConditionalGeneration"),
         (Mine(tiny.gpt2().config), "no decode step is written for"),
         (GPT2DoubleHeadsModel(tiny.gpt2().config), "no decode step is written for GPT2DoubleHeadsModel"),
         (torch.nn.Linear(2, 2), "Linear has no generate() of transformers"),

@@ -589,6 +589,38 @@ EXTEND = (
     ),
 )
 
+_SEARCH = "fuseopt/auto/search.py"
+AUTO = (
+    Mutant(
+        "auto takes noise for a gain",
+        _SEARCH,
+        "return spread.low > 1 and spread.median >= LEAST_GAIN",
+        "return spread.median > 1",
+        ("tests/auto/test_auto.py",),
+    ),
+    Mutant(
+        "auto keeps what is wrong",
+        _SEARCH,
+        "found.speed_up > best.speed_up and self._is_right(found)",
+        "found.speed_up > best.speed_up",
+        ("tests/auto/test_auto.py",),
+    ),
+    Mutant(
+        "auto remembers a result for inputs of every size",
+        "fuseopt/auto/work.py",
+        "values = [(name, _described(value)) for name, value in given]",
+        "values = [name for name, value in given]",
+        ("tests/auto/test_auto.py",),
+    ),
+    Mutant(
+        "generate() calls of the search stay in the report",
+        "fuseopt/auto/__init__.py",
+        "apply.forget_calls(best.record)",
+        "pass",
+        ("tests/auto/test_auto.py",),
+    ),
+)
+
 MUTANTS = (
     *REASONS,
     *GENERATION,
@@ -602,4 +634,5 @@ MUTANTS = (
     *NATIVE,
     *BENCH,
     *EXTEND,
+    *AUTO,
 )

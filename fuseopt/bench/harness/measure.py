@@ -12,6 +12,7 @@ import torch
 
 from fuseopt.bench.harness import progress
 from fuseopt.bench.harness.records import STOCK, Record
+from fuseopt.bench.harness.remembering import remember
 from fuseopt.bench.harness.workloads import Case, difference, failed
 from fuseopt.errors import CompileError, ConfigError
 from fuseopt.runtime.timer import Call, time_in_turns, work_seconds
@@ -104,6 +105,7 @@ def against_stock(case: Case, device: torch.device) -> list[Record]:
         on_error=lambda name, error: offered.update({name: _note(error)}),
     )
     timings = {name: timing.per(case.steps) for name, timing in timings.items()}
+    remember(case, timings, device)
     return [
         Record(case.name, name, note=call)
         if isinstance(call, str)

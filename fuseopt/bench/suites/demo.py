@@ -19,10 +19,15 @@ from fuseopt.bench.harness.workloads import failed
 from fuseopt.bench.suites import demo_continuations
 from fuseopt.bench.suites.demo_cases import CPU, GPU, QUICK, demo_cases
 
-CHECKPOINTS = Path(fuseopt.__file__).resolve().parents[1] / "examples" / "checkpoints"
+CHECKPOINTS = Path("examples", "checkpoints")
 # (number of prompts, new tokens for each) of a checkpoint.
 QUICK_TEXT = (2, 16)
 TEXT = (6, 32)
+
+
+def default_checkpoints() -> Path:
+    """Those of the clone in the current folder; without one, of the clone that fuseopt is imported from."""
+    return CHECKPOINTS if CHECKPOINTS.is_dir() else Path(fuseopt.__file__).resolve().parents[1] / CHECKPOINTS
 
 
 def run(*, device: torch.device, quick: bool, checkpoints: Path, out: str | os.PathLike[str] | None) -> Results:
@@ -67,7 +72,7 @@ def _show_checkpoints(checkpoints: Path, device: torch.device, count: int, new_t
     folders = sorted(path.parent for path in checkpoints.glob("*/config.json"))
     prompts = checkpoints / "prompts.txt"
     if not folders or not prompts.is_file():
-        print(f"no checkpoints under {checkpoints}: run this from a clone, or train them with examples/train_tiny.py")
+        print(f"no checkpoints under {checkpoints}: run this in the root of a clone, or give --checkpoints DIR")
         return
     lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     for folder in folders:

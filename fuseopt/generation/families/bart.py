@@ -81,7 +81,9 @@ class BartStep(SpecStep):
 
     @staticmethod
     def not_supported_reasons(model: nn.Module) -> list[str]:
-        bias, weight = model.final_logits_bias, model.lm_head.weight
+        bias = model.final_logits_bias
+        # `children` are not checked yet.
+        weight = getattr(model.lm_head, "weight", bias)
         return [] if bias.dtype is weight.dtype else [f"final_logits_bias is {bias.dtype}, the head {weight.dtype}"]
 
     @staticmethod

@@ -60,7 +60,7 @@ class GPTNeoXStep(SpecStep):
 
     @staticmethod
     def not_supported_reasons(model: nn.Module) -> list[str]:
-        return rope_reasons(model.gpt_neox.rotary_emb)
+        return rope_reasons(model.gpt_neox)
 
     @staticmethod
     def buffers_of(model: nn.Module) -> Sequence[nn.Module]:

@@ -24,14 +24,12 @@ def rotary_of(module: nn.Module, layer_type: str = "") -> RotaryPositions:
     return RotaryPositions(getattr(module, f"{prefix}inv_freq"), getattr(module, f"{prefix}attention_scaling", 1.0))
 
 
-def rope_reasons(module: nn.Module) -> list[str]:
-    """Why a module such as LlamaRotaryEmbedding does not rotate by a fixed table."""
-    types = module.rope_type if isinstance(module.rope_type, dict) else {"": module.rope_type}
-    return [
-        f"rope_type is {kind!r}, whose frequencies depend on the length"
-        for kind in sorted({*types.values()})
-        if kind not in _ROPE_TYPES
-    ]
+def rope_reasons(stack: nn.Module) -> list[str]:
+    """Why the stack's rotary embedding does not rotate by a fixed table. `children` are not checked yet."""
+    types = getattr(getattr(stack, "rotary_emb", None), "rope_type", {})
+    kinds = {*types.values()} if isinstance(types, dict) else {types}
+    unknown = sorted(kind for kind in kinds if kind not in _ROPE_TYPES)
+    return [f"rope_type is {kind!r}, whose frequencies depend on the length" for kind in unknown]
 
 
 def llama_like(name: str, **differences: str) -> tuple[str, Children]:
@@ -68,7 +66,7 @@ class LlamaLikeStep(SpecStep):
 
     @staticmethod
     def not_supported_reasons(model: nn.Module) -> list[str]:
-        return rope_reasons(model.model.rotary_emb)
+        return rope_reasons(model.model)
 
     @staticmethod
     def buffers_of(model: nn.Module) -> Sequence[nn.Module]:
@@ -97,7 +95,8 @@ class LlamaLikeStep(SpecStep):
     @classmethod
     def layer_of(cls, block: nn.Module, rotary: RotaryPositions | None) -> Layer:
         own, mlp = block.self_attn, block.mlp
-        norms = [None if name is None else cls.norm_of(getattr(block, name)) for name in cls.norms]
+        modules = [None if name is None else getattr(block, name) for name in cls.norms]
+        norms = [None if module is None else cls.norm_of(module) for module in modules]
         if hasattr(own, "qkv_proj"):
             qkv = linear_of(own.qkv_proj)
         else:
@@ -135,4 +134,4 @@ class LlamaLikeStep(SpecStep):
     @classmethod
     def norm_of(cls, norm: nn.Module) -> Norm:
         eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
-        return Norm(cls.norm_kind, norm.weight, None, eps)
+        return Norm(cls.norm_kind, norm.weight, getattr(norm, "bias", None), eps)

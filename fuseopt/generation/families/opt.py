@@ -51,6 +51,6 @@ class OPTStep(SpecStep):
 
     @staticmethod
     def not_supported_reasons(model: nn.Module) -> list[str]:
-        if model.model.decoder.project_in is not None:
+        if model.config.word_embed_proj_dim != model.config.hidden_size:
             return ["word_embed_proj_dim puts projections around the layers"]
         return []

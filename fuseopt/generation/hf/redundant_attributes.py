@@ -33,6 +33,10 @@ def _of_grouped_attention(attention: Any) -> Mapping[str, object]:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     expected = {"head_dim": head_dim, "num_key_value_groups": heads // kv_heads, "num_key_value_heads": kv_heads}
+    # These are StableLM's.
+    expected |= {"num_heads": heads, "qk_layernorm": getattr(config, "qk_layernorm", False)}
+    if "rotary_ndims" in attention.__dict__:
+        expected["rotary_ndims"] = int(head_dim * config.rope_parameters["partial_rotary_factor"])
     return {name: value for name, value in expected.items() if name in attention.__dict__} | {"is_causal": True}
 
 
@@ -44,7 +48,20 @@ def _of_sliding_model(model: Any) -> Mapping[str, object]:
     return {"has_sliding_layers": "sliding_attention" in model.config.layer_types}
 
 
-_GROUPED = ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3", "Phi3", "Gemma", "Gemma2", "Gemma3", "Granite", "Olmo2")
+_GROUPED = (
+    "Llama",
+    "Mistral",
+    "Qwen2",
+    "Qwen3",
+    "SmolLM3",
+    "Phi3",
+    "Gemma",
+    "Gemma2",
+    "Gemma3",
+    "Granite",
+    "Olmo2",
+    "StableLm",
+)
 _NEOX = "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoX"
 
 _EXPECTED: Mapping[str, Callable[[Any], Mapping[str, object]]] = {
@@ -55,6 +72,9 @@ _EXPECTED: Mapping[str, Callable[[Any], Mapping[str, object]]] = {
     **{modeling_name(f"{name.lower()}.{name}Model"): _of_sliding_model for name in ("Qwen2", "Qwen3", "SmolLM3")},
     f"{_NEOX}Attention": _of_neox_attention,
     f"{_NEOX}Layer": lambda layer: {"use_parallel_residual": layer.attention.config.use_parallel_residual},
+    modeling_name("stablelm.StableLmDecoderLayer"): lambda layer: {
+        "use_parallel_residual": layer.self_attn.config.use_parallel_residual
+    },
     modeling_name("gptj.GPTJAttention"): lambda attention: {"rotary_dim": attention.config.rotary_dim},
     modeling_name("granite.GraniteDecoderLayer"): lambda layer: {
         "residual_multiplier": layer.self_attn.config.residual_multiplier

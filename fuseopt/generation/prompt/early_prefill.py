@@ -230,6 +230,7 @@ class EarlyPrefill:
             if keep is not None:
                 given = {"attention_mask": keep}
                 positions = type(self.model)._prepare_position_ids_for_generation(self.model, input_ids, given)
+            step.begin()
             state.load_prompt(input_ids, keep, positions)
             note = run_forward(step.prefill, self.graphs, state, rows, length, keep is not None)
             run = self._queue_steps(request, state, input_ids, has_ids=True)

@@ -79,7 +79,7 @@ class Selection:
         return offset_of_draw(state.logits.numel(), state.device)
 
     def _kernel_draws(self, state: DecodeState) -> bool:
-        return draws_numbers(state.logits)
+        return draws_numbers(state.logits, self._filters)
 
     @property
     def may_end_early(self) -> bool:

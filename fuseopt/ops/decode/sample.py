@@ -21,6 +21,8 @@ from fuseopt.ops.library import check_shape, define
 # Tokens that a block of the kernel can have, and blocks that share a row: 16 on GPUs with clusters of blocks.
 _TOKENS_OF_BLOCK, _BLOCKS_OF_CLUSTER = 2**16 - 8, 16
 _MOST_MIN_TOKENS = 128
+# TUNED: `random` is faster for 8 rows and slower for 64; a top-k up to 128 is gathered by one block.
+_MOST_ROWS_TO_DRAW, _MOST_GATHERED = 16, 128
 
 
 class SamplingFilters(NamedTuple):
@@ -117,10 +119,15 @@ def _has_kernel(logits: Tensor) -> bool:
     return logits.shape[1] <= blocks * _TOKENS_OF_BLOCK
 
 
-def draws_numbers(logits: Tensor) -> bool:
-    """Whether `decode_sample_` draws its random numbers in its kernel, and so takes `random` in a captured step."""
+def draws_numbers(logits: Tensor, filters: SamplingFilters) -> bool:
+    """Whether `decode_sample_` is faster with `random` than with numbers that torch draws first.
+
+    It computes each number on its own, where torch gets four at a time. So with many rows it does so only for the few
+    tokens that a small top-k leaves.
+    """
     on_gpu = registry.pick("decode_sample_", "auto", logits.device, (logits.dtype,)) != "reference"
-    return on_gpu and _has_kernel(logits) and logits.numel() <= MOST_NUMBERS
+    are_few = len(logits) <= _MOST_ROWS_TO_DRAW or 0 < filters.top_k <= _MOST_GATHERED
+    return on_gpu and are_few and _has_kernel(logits) and logits.numel() <= MOST_NUMBERS
 
 
 def _check(
@@ -289,7 +296,9 @@ def filter_scores(
         return kept, kept.amax(dim=-1)
     if scores.dtype == torch.float64:
         scores, pdl = scores.float(), False
-    return RAW_FILTER[chosen](scores, *filters, pdl, *for_kernel(edits))
+    kept, highest = RAW_FILTER[chosen](scores, *filters, pdl, *for_kernel(edits))
+    # The likeliest token may be far from typical.
+    return kept, highest if filters.typical_p == 1 else kept.amax(dim=-1)
 
 
 def filter_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

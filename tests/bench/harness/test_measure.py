@@ -268,3 +268,15 @@ def test_a_call_that_captures_a_graph_while_another_is_dead():
     graphs.clear()
     peak = peak_mib(lambda: capture(64), device)
     assert peak is not None and 64 <= peak < 128
+
+
+def test_what_was_measured_is_what_plans_expect(monkeypatch, tmp_path):
+    monkeypatch.setenv("FUSEOPT_MEASURED", "1")
+    monkeypatch.setattr("fuseopt.runtime.measured_files.library_cache.folder", lambda: tmp_path / "cache")
+    model = random_model("gpt2-tiny", CPU, torch.float32)
+    work = forward(input_ids=torch.arange(8)[None])
+    case = ModelCase("tiny forward", lambda: model, work, {"FusedGELU": REFERENCE_GELU, "FusedRMSNorm": NORM}, rounds=3)
+    _, fused, _ = measure([case], functools.partial(against_stock, device=CPU))
+    (line,) = fuseopt.plan(random_model("gpt2-tiny", CPU, torch.float32), REFERENCE_GELU).expected
+    assert line.startswith(f"expected: {fused.speed_up[1]:.2f} times as fast as stock; tiny forward; bench, 20")
+    assert fuseopt.plan(model, "inference").expected == fuseopt.plan(model, NORM).expected == ()

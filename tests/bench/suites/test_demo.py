@@ -16,7 +16,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from fuseopt.bench.suites import demo_continuations
+from fuseopt.bench.suites import demo, demo_continuations
 from fuseopt.cli import main
 
 
@@ -96,6 +96,13 @@ def test_a_checkpoint_that_raises_is_a_line_and_the_next_is_shown(capsys, checkp
     out, err = capsys.readouterr()
     assert "gpt2: failed: RuntimeError: half a file" in out and "Traceback" in err
     assert "plan for T5ForConditionalGeneration" in out and out.count("the same tokens") == 3
+
+
+def test_a_clone_in_the_current_folder_is_found_from_a_wheel(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert demo.default_checkpoints().is_absolute()
+    (tmp_path / "examples" / "checkpoints").mkdir(parents=True)
+    assert demo.default_checkpoints() == Path("examples/checkpoints")
 
 
 def test_demo_without_checkpoints_says_so(capsys, tmp_path, monkeypatch):

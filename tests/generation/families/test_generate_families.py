@@ -57,7 +57,7 @@ def test_prompts_whose_keys_one_op_stores(family: str, padded: bool, monkeypatch
     assert len(stored) == count
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "gptj", "gpt_neox", "bart", "mt5", "umt5"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "gptj", "gpt_neox", "granite", "bart", "mt5", "umt5"])
 @pytest.mark.usefixtures("as_on_gpu")
 def test_calls_that_are_repeated_as_on_a_gpu(family: str) -> None:
     """By ops and early prompts; the step is captured, as far as a CPU can, and replayed."""

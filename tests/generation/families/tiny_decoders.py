@@ -34,6 +34,11 @@ def grouped(model_type: str, **config: object) -> nn.Module:
     return tiny.decoder(model_type, **GROUPED, **config)
 
 
+def stablelm(**config: object) -> nn.Module:
+    rotary = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
+    return grouped("stablelm", hidden_size=48, rope_parameters=rotary, **config)
+
+
 def gpt_neox(**config: object) -> nn.Module:
     rotary = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
     sizes = {"hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 3}
@@ -76,6 +81,8 @@ DECODERS: dict[str, Callable[[], nn.Module]] = {
     "qwen2": partial(grouped, "qwen2", use_sliding_window=True, sliding_window=4, **_TYPES),
     "qwen3": partial(grouped, "qwen3"),
     "smollm3": partial(grouped, "smollm3", no_rope_layers=[1, 0]),
+    "stablelm": partial(stablelm, use_qkv_bias=True),
+    "stablelm_parallel": partial(stablelm, use_parallel_residual=True),
     "phi3": partial(grouped, "phi3", sliding_window=4),
     "gemma": partial(grouped, "gemma"),
     "gemma2": partial(grouped, "gemma2", attn_logit_softcapping=2.0, final_logit_softcapping=3.0, **_GEMMA, **_TYPES),

@@ -250,7 +250,7 @@ def assert_step_is_accurate(
     written = torch.arange(capacity, device=device) == positions.reshape(-1, 1)
     written = written.expand(rows, -1)[:, None, :, None].expand(caches[0].shape)
     keys, exact_keys = (cache[0][written].double() for cache in (caches, exact))
-    torch.testing.assert_close(keys, exact_keys, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(keys, exact_keys, rtol=4 * torch.finfo(dtype).eps, atol=16 * torch.finfo(dtype).eps)
     for cache, before in zip(caches, plain, strict=True):
         assert torch.equal(cache.nan_to_num(7.0)[~written], before.nan_to_num(7.0)[~written])
 
@@ -307,7 +307,13 @@ def test_plain_kernel_against_float64(**case: Any) -> None:
 @settings(max_examples=examples(30), deadline=None)
 @given(
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),
-    **{**STEPS, "rows": st.sampled_from([1, 16, 70, 300]), "kv_heads": st.sampled_from([2, 8])},
+    **{
+        **STEPS,
+        "rows": st.sampled_from([1, 16, 70, 300]),
+        "kv_heads": st.sampled_from([2, 8]),
+        "group": st.integers(1, 9),
+        "capacity": st.integers(1, 90),
+    },
 )
 def test_many_rows_against_float64(**case: Any) -> None:
     """Blocks of eight warps down to one."""
@@ -402,4 +408,4 @@ def test_scores_that_are_no_numbers_stay_in_their_head(rows: int, capacity: int,
     expected = decode_attention_(query, key, value, *plain, positions, scale=0.1, backend="reference")
     assert torch.equal(output.isnan(), expected.isnan()) and 0 < expected.isnan().sum() <= (1 + group) * head_dim
     numbers = ~expected.isnan()
-    assert error([output[numbers]], [expected[numbers]]) <= 16 * torch.finfo(dtype).eps
+    assert error([output[numbers]], [expected[numbers]]) <= 64 * torch.finfo(dtype).eps

@@ -122,7 +122,7 @@ def test_layers_of_decoders(
     if "norm" in options:
         options["norm_weight"] = make(columns) * 0.3 + (options["norm"] != "gemma_rms_norm")
     # Rows of a weight that do not follow one another, at 16-byte addresses if K is a multiple of 8.
-    weights = [make(n, columns + 8)[:, :columns] / columns**0.5 for n in widths]
+    weights = [(make(n, columns + 8) / columns**0.5)[:, :columns] for n in widths]
     assert_kernel_is_accurate(make(rows, columns), weights, biases, **options)
 
 

@@ -11,6 +11,7 @@
 #include "cuda/decode/select/exponential_draw.cuh"
 #include "cuda/decode/select/logits_chunk.cuh"
 #include "cuda/decode/select/score_cut.cuh"
+#include "cuda/decode/select/typicality.cuh"
 
 namespace fuseopt::decode_sample {
 namespace {
@@ -30,22 +31,6 @@ struct SampleRows {
   ScoreArithmetic<float> arithmetic;
   int chunks_of_block;
   TorchDraw draw;
-};
-
-// How far the information of a score is from the mean; upstream: TypicalLogitsWarper.
-struct Typicality {
-  float highest;
-  float log_sum = 0;
-  float entropy = 0;
-
-  // `sums`: of the weights, and of the weights times the scores, less the highest one.
-  __device__ Typicality(float highest, const double (&sums)[2])
-      : highest(highest),
-        log_sum(static_cast<float>(log(sums[0]))),
-        entropy(static_cast<float>(log(sums[0]) - sums[1] / sums[0])) {}
-
-  // The nearest score is the highest.
-  __device__ float operator()(float score) const { return -fabsf(-(score - highest - log_sum) - entropy); }
 };
 
 // Edits this block's scores and stores them; others than tokens are -inf. Returns the highest and, negated, the lowest
@@ -225,15 +210,41 @@ __device__ Candidate<float> draw_of_row(RowCutter& cutter, const SampledRow& row
         [&](int i) { return __float_as_uint(row.log2_weight_of(scores[i])); },
         [](float, unsigned low) { return __uint_as_float(low); });
   }
+  const auto is_kept = [&](int i) {
+    return passes(i) && (!is_typical || typical_cut.keeps(typicality(scores[i]), 0));
+  };
   const int vocabulary = static_cast<int>(of.select.vocabulary);
-  Candidate<float> best;
+  if (of.kept != nullptr) {
 #pragma unroll 1
-  for (int i = threadIdx.x; i < row.places; i += kThreads) {
-    const int token = row.begin + i;
-    const float score = scores[i];
-    const bool is_kept = passes(i) && (!is_typical || typical_cut.keeps(typicality(score), 0));
-    if (of.kept != nullptr && token >= 0 && token < vocabulary) row.keep(token, is_kept ? score : -INFINITY);
-    if (is_kept && of.highest == nullptr) best.consider(row.ratio(score, token), token);
+    for (int i = threadIdx.x; i < row.places; i += kThreads) {
+      const int token = row.begin + i;
+      if (token >= 0 && token < vocabulary) row.keep(token, is_kept(i) ? scores[i] : -INFINITY);
+    }
+  }
+  Candidate<float> best;
+  if (of.highest != nullptr) return best;
+  if (of.select.divisors == nullptr) {
+    // A loop, as each block has to fetch its instructions.
+#pragma unroll 1
+    for (int i = threadIdx.x; i < row.places; i += kThreads) {
+      if (is_kept(i)) best.consider(row.ratio(scores[i], row.begin + i), row.begin + i);
+    }
+    return best;
+  }
+  const float* const divisors = of.select.divisors + row.row * of.select.vocabulary + row.begin;
+#pragma unroll 1
+  for (int first = threadIdx.x; first < row.places; first += kPerThread * kThreads) {
+    float weights[kPerThread], divided_by[kPerThread];  // loads in flight
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k) {
+      const int i = first + k * kThreads;
+      weights[k] = is_kept(i) ? row.weight_of(scores[i]) : -1;
+      if (weights[k] >= 0) divided_by[k] = divisors[i];
+    }
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k) {
+      if (weights[k] >= 0) best.consider(__fdiv_rn(weights[k], divided_by[k]), row.begin + first + k * kThreads);
+    }
   }
   return best;
 }
@@ -270,6 +281,7 @@ __global__ void __launch_bounds__(kThreads, 2) sample_kernel(const __grid_consta
   row.begin = row.row_begin + cutter.rank * row.places;
 
   let_successor_start();
+  if (blockIdx.x == 0 && threadIdx.x == 0 && of.highest == nullptr) prefetch_for_end_of_step(select);
   const float2 of_thread = load_scores<T>(rows, row.row, first_chunk, row.scores);
   const float2 bounds = cutter.bounds(of_thread.x, of_thread.y);
   row.highest = bounds.x, row.lowest = -bounds.y;

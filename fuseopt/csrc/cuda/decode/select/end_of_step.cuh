@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cuda/common/decode_arguments.h"
+#include "cuda/common/dependent_launch.cuh"
 #include "cuda/decode/select/score_candidate.cuh"
 
 namespace fuseopt {
@@ -13,6 +14,16 @@ __host__ __device__ inline int lanes_for(int64_t chunks) {
   int lanes = 1;
   while (lanes < chunks && lanes < kWarpSize) lanes *= 2;
   return lanes;
+}
+
+// Called by one thread, long before end_step: what that will read was last used a step ago.
+__device__ inline void prefetch_for_end_of_step(const DecodeSelect& select) {
+  prefetch_line(select.length);
+  prefetch_line(select.pad);
+  prefetch_line(select.eos);
+  prefetch_line(select.unfinished);
+#pragma unroll 1
+  for (int c = 0; c < select.counter_count; ++c) prefetch_line(select.counters[c]);
 }
 
 // Called by all threads of one block, after the previous kernel has ended. `candidates` [rows, chunks].

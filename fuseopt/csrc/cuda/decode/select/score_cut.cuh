@@ -54,7 +54,8 @@ class RowCutter {
       Weight totals[kBins];  // of all blocks
       Entry entries[kBins];
     };
-    float highest[kGroups], negated_lowest[kGroups];
+    alignas(16) float highest[kGroups];
+    float negated_lowest[kGroups];
     float reached;
     unsigned counts[kMostBlocks];
     unsigned count;
@@ -99,9 +100,12 @@ class RowCutter {
       const float own = storage_.highest[threadIdx.x];
       int above = 0;
 #pragma unroll 4
-      for (int i = 0; i < kGroups; ++i) {
-        const float other = storage_.highest[i];
-        above += other > own || (other == own && i < threadIdx.x);
+      for (int i = 0; i < kGroups; i += 4) {
+        const float4 others = *reinterpret_cast<const float4*>(storage_.highest + i);
+        above += (others.x > own || (others.x == own && i < threadIdx.x)) +
+                 (others.y > own || (others.y == own && i + 1 < threadIdx.x)) +
+                 (others.z > own || (others.z == own && i + 2 < threadIdx.x)) +
+                 (others.w > own || (others.w == own && i + 3 < threadIdx.x));
       }
       if (above == count - 1) storage_.reached = own;
     }
