@@ -14,6 +14,7 @@ from transformers import (
 )
 
 import fuseopt
+from tests.ops.cases import launched_kernels
 
 CHECKPOINTS = Path(__file__).parents[2] / "examples" / "checkpoints"
 PROMPTS = [line for line in (CHECKPOINTS / "prompts.txt").read_text().splitlines() if line]
@@ -73,6 +74,20 @@ def test_float32_tokens_are_stock_s(checkpoint, mode):
         for got, wanted in zip(fused.scores, stock.scores, strict=True):
             assert torch.equal(got.isinf(), wanted.isinf()), name
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpt2-kjv", "t5-kjv"])
+@pytest.mark.parametrize(("rows", "kernel"), [(3, "decode_linear_fma_kernel"), (20, "decode_linear_tiles_kernel")])
+def test_float32_steps_run_on_kernels_for_float32(name, rows, kernel):
+    """No layer of a step falls back to the kernel for any dtype."""
+    auto = AutoModelForSeq2SeqLM if name.startswith("t5") else AutoModelForCausalLM
+    model = auto.from_pretrained(CHECKPOINTS / name).to("cuda").eval()
+    ids = torch.randint(5, 4000, (rows, 9), device="cuda")
+    with fuseopt.fused(model, CONFIGS["generation"]):
+        ran = launched_kernels(lambda: model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False))
+    assert sum(kernel in launched for launched in ran) >= 4 * 3
+    assert not any("decode_linear_plain_kernel" in launched for launched in ran)
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampling", "beams"])
