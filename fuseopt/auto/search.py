@@ -164,7 +164,7 @@ class Search:
         return apply.applied_to(self._model)
 
     def _forget(self) -> None:
-        """Gives the GPU memory of a choice that was not taken back."""
+        """Frees the GPU memory of a choice that was not kept."""
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
