@@ -98,7 +98,8 @@ def test_bytes_are_of_all_arguments_but_as_far_as_a_cache_is_filled():
         # How far each row of the cache is filled has to be known.
         real = (torch.zeros_like(tensor, device="cpu") for tensor in (query, cache, cache))
         raw.decode_attention(*real, torch.tensor([5, 7]), None, None, None, 1.0, False)
-        raw.decode_attention_(query, query, query, cache, cache, slot, None, None, None, None, 1.0, False)
+        of_heads = (None, None, False, None, None, 1e-6, 0.0, 0, 0.0)
+        raw.decode_attention_(query, query, query, cache, cache, slot, None, None, None, None, 1.0, *of_heads, False)
         ids = torch.empty(2, 5, dtype=torch.int64, device="meta")
         end = (ids[:, 0], ids, ids[0, :1], ids[:, 0] > 0, ids[0, 0] > 0, ids[0, :1], None, [], True)
         of_norm = ("rms_norm", make(8), None, 1e-5)

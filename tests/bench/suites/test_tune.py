@@ -95,7 +95,7 @@ def test_kernel_and_alternative_compute_the_same(threshold: Threshold, monkeypat
     torch.manual_seed(0)
     size = threshold.sizes[0]
     assert list(threshold.sizes) == sorted(set(threshold.sizes))
-    assert threshold.sizes[0] <= tuning.tuned(threshold.name) <= threshold.sizes[-1]
+    assert threshold.sizes[0] <= tuning.tuned(threshold.name, CPU) <= threshold.sizes[-1]
     calls = threshold.calls(size, CPU)
     kernel, alternative = calls[KERNEL]().float(), calls[ALTERNATIVE]().float()
     assert kernel.abs().max() > 0.1

@@ -20,15 +20,18 @@ __host__ __device__ inline int strip_count(int64_t width) {
 // The kTileColumns outputs from `column` on of weight `weight` (and of the gate beside it), which a block computes.
 struct Strip {
   int weight = 0;
-  int64_t first = 0;  // output of the weight
   int column;
 
   __device__ Strip(const DecodeLinear& layer, int index) {
-    for (; index >= strip_count(layer.widths[weight]); ++weight) {
-      index -= strip_count(layer.widths[weight]);
-      first += layer.widths[weight];
-    }
+    for (; index >= strip_count(layer.widths[weight]); ++weight) index -= strip_count(layer.widths[weight]);
     column = index * kTileColumns;
+  }
+
+  // The weight's first output. Computed where it is used, as registers are short before.
+  __device__ int64_t first_output(const DecodeLinear& layer) const {
+    int64_t first = 0;
+    for (int i = 0; i < weight; ++i) first += layer.widths[i];
+    return first;
   }
 };
 
@@ -85,7 +88,8 @@ __global__ void __launch_bounds__(kThreads) decode_linear_plain_kernel(const __g
   const int64_t rows = layer.rows - plain.first_row < kRows ? layer.rows - plain.first_row : kRows;
   const Strip strip(layer, blockIdx.x);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int64_t stride = layer.weight_stride, width = layer.widths[strip.weight];
+  const int64_t stride = layer.weight_stride;
+  const int width = static_cast<int>(layer.widths[strip.weight]);
 
   __shared__ Acc input[kRows][kPiece];
   __shared__ Acc shift[kRows], rstd[kRows];
@@ -95,7 +99,7 @@ __global__ void __launch_bounds__(kThreads) decode_linear_plain_kernel(const __g
   constexpr int kLine = 128 / sizeof(W);
   for (int g = 0; g < (layer.gated ? 2 : 1); ++g) {
     const W* const weight = static_cast<const W*>(layer.weights[layer.gated ? g : strip.weight]);
-    const int64_t outer = layer.weights_are_transposed ? layer.in_features : min(width - strip.column, int64_t(kTileColumns));
+    const int64_t outer = layer.weights_are_transposed ? layer.in_features : min(width - strip.column, kTileColumns);
     const int64_t lines = layer.weights_are_transposed ? 1 : (layer.in_features + kLine - 1) / kLine;
     for (int64_t i = threadIdx.x; i < outer * lines; i += kThreads) {
       const int64_t element = layer.weights_are_transposed ? i * stride + strip.column
@@ -177,6 +181,7 @@ __global__ void __launch_bounds__(kThreads) decode_linear_plain_kernel(const __g
     }
   }
   __syncthreads();
+  const int64_t first_output = strip.first_output(layer);
   for (int index = threadIdx.x; index < rows * kTileColumns; index += kThreads) {
     const int row = index / kTileColumns, column = index % kTileColumns;
     Acc products[2] = {};
@@ -190,7 +195,7 @@ __global__ void __launch_bounds__(kThreads) decode_linear_plain_kernel(const __g
     };
     Acc value = activate(layer.activation, biased(0, strip.weight));
     if (layer.gated) value *= biased(1, 1);
-    const int64_t element = (plain.first_row + row) * plain.output_columns + strip.first + strip.column + column;
+    const int64_t element = (plain.first_row + row) * plain.output_columns + first_output + strip.column + column;
     if (layer.output.dtype == kFloat64) {  // the weight's, or the residual's alone
       const double added = layer.residual.data == nullptr ? 0 : load_as<double>(layer.residual, element);
       store_as<double>(layer.output, element, value + added);
