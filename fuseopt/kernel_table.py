@@ -97,6 +97,11 @@ def kernels() -> dict[str, Kernel]:
     return {kernel.name: kernel for kernel in sorted(_kernels.values(), key=lambda kernel: kernel.order)}
 
 
+def own_kernels() -> dict[str, Kernel]:
+    """Those of `kernels()` that `register_kernel` added."""
+    return {name: kernel for name, kernel in kernels().items() if name not in _BUILT_IN}
+
+
 def listed(key: str) -> dict[str, Kernel]:
     """Those of `kernels()` that the config list `key` accepts."""
     return {name: kernel for name, kernel in kernels().items() if key in kernel.lists}

@@ -1,7 +1,7 @@
 """What "auto" measured on this machine, kept in `fuseopt.runtime.measured_files`: one file for a model.
 
 A model is its class, config, modules, parameters, dtype and device; not its weights. The file has an entry for each
-kind of call, and holds for one device and one set of versions.
+kind of call, and holds for one device, one set of versions, and the code of the user's own kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from torch import nn
 
 from fuseopt.auto.choices import effective
 from fuseopt.build import loader
-from fuseopt.kernel_table import kernels
+from fuseopt.extend.measured import sources_of_kernel, sources_of_op
+from fuseopt.extend.own_op import registered
+from fuseopt.kernel_table import kernels, own_kernels
 from fuseopt.measurements import STOCK, Measurements
 from fuseopt.models import full_name
 from fuseopt.modules.base import has_hooks
@@ -74,8 +76,16 @@ def _device(model: nn.Module) -> str:
 
 def _name(model: nn.Module) -> str:
     libraries = [f"{kind} {loader.state(kind).status in ('available', 'loaded')}" for kind in loader.KINDS]
-    parts = [importlib.metadata.version("transformers"), *kernels(), *libraries, *_described(model)]
+    parts = [importlib.metadata.version("transformers"), *kernels(), *_own_code(), *libraries, *_described(model)]
     return measured_files.digest(_device(model), ["auto", *parts])
+
+
+def _own_code() -> Iterator[str]:
+    """The code of the user's kernels and ops: a changed one may be wrong, or right by now."""
+    for kernel in own_kernels().values():
+        yield from sources_of_kernel(kernel.proposer)
+    for op in registered().values():
+        yield from sources_of_op(op, op._kernels)
 
 
 def _described(model: nn.Module) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,12 +28,14 @@ class Work:
         inputs: keyword arguments of the forward, complete.
         prompt: those that the user gave.
         generate: further keyword arguments of `generate()`; None for a forward or a training step.
+        defaults: those settings of the model's `generation_config` that are not transformers' own.
     """
 
     kind: Kind
     inputs: Mapping[str, Any]
     prompt: Mapping[str, Any]
     generate: Mapping[str, Any] | None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Any, generate: Any) -> Work:
@@ -60,7 +62,9 @@ class Work:
         except InputsError as error:
             raise InputsError(str(error).replace("pass train=False", "call model.eval()")) from None
         kind = Kind.TRAINING if trains else Kind.FORWARD if options is None else Kind.GENERATE
-        return cls(kind, given, verify_inputs.prompt(inputs), options)
+        config: Any = getattr(model, "generation_config", None)
+        defaults = config.to_diff_dict() if kind is Kind.GENERATE and hasattr(config, "to_diff_dict") else {}
+        return cls(kind, given, verify_inputs.prompt(inputs), options, defaults)
 
     @property
     def name(self) -> str:
@@ -70,7 +74,7 @@ class Work:
     @property
     def key(self) -> str:
         """Everything that the times of a call depend on: kind, shapes, dtypes, other values, autocast."""
-        given = [*self.inputs.items(), *(self.generate or {}).items()]
+        given = [*self.inputs.items(), *(self.generate or {}).items(), *sorted(self.defaults.items())]
         tensors = [value for _, value in given if isinstance(value, Tensor)]
         device = tensors[0].device.type if tensors else "cpu"
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

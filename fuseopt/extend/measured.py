@@ -108,14 +108,26 @@ def save(op: Op, kernels: Mapping[str, Kernel], device: str, times: Mapping[Key,
 
 def _name(op: Op, kernels: Mapping[str, Kernel], device: str) -> str:
     """The file's name: a digest of the op and its sources, among others."""
-    parts = [op.name]
+    return measured_files.digest(device, sources_of_op(op, kernels))
+
+
+def sources_of_op(op: Op, kernels: Mapping[str, Kernel]) -> Iterator[str]:
+    """The op's name, and what names its kernels and their code."""
+    yield op.name
     functions = [op.function]
     for kernel in kernels.values():
-        parts.append(repr((kernel.backend, kernel.raw and kernel.raw._schema.name)))
+        yield repr((kernel.backend, kernel.raw and kernel.raw._schema.name))
         formula = op.formula(kernel.backend)
         functions += [kernel.function] if formula is None else [kernel.function, formula]
-    parts += dict.fromkeys(text for function in functions for text in _sources(function, set()))
-    return measured_files.digest(device, parts)
+    yield from dict.fromkeys(text for function in functions for text in _sources(function, set()))
+
+
+def sources_of_kernel(propose: Callable) -> Iterator[str]:
+    """The code of a kernel's `propose`, and of the functions and classes that `replaces` has bound to it."""
+    for part in (getattr(propose, "func", propose), *getattr(propose, "args", ())):
+        for function in vars(part).values() if isinstance(part, type) else (part,):
+            if callable(function):
+                yield from _sources(function, set())
 
 
 def _sources(function: Any, seen: set[int]) -> Iterator[str]:

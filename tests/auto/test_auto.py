@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 
@@ -152,7 +153,8 @@ def user_kernel():
 
     yield register
     for kernel in made:
-        fuseopt.unregister(kernel)
+        with contextlib.suppress(KeyError):
+            fuseopt.unregister(kernel)
 
 
 def raising(self, x):
@@ -176,6 +178,34 @@ def test_keeps_a_users_kernel_only_if_it_runs_and_is_right(clock, user_kernel, f
     found = {name: each for name, each in notes(model).items() if "FusedDoubled" in name or name == "inference"}
     assert any(each.startswith(note) for each in found.values()), notes(model)
     assert targets(model) == ({"FusedLayerNorm", "FusedDoubled"} if note == "kept" else {"FusedLayerNorm"})
+
+
+def test_a_users_kernel_is_measured_again_after_its_code_has_changed(clock, user_kernel):
+    inputs = {"input": torch.randn(4, 8)}
+
+    def targets_and_samples(forward) -> tuple[set[str], int]:
+        user_kernel(forward)
+        count, model = clock.samples, nn.Sequential(nn.LayerNorm(8), Doubled()).eval()
+        found = targets(auto(clock, model, inputs=inputs)), clock.samples - count
+        fuseopt.unregister("FusedDoubled")
+        return found
+
+    clock.factors = {"FusedDoubled": 0.1}
+    right, _ = targets_and_samples(lambda self, x: x + x)
+    assert "FusedDoubled" in right
+    wrong, count = targets_and_samples(lambda self, x: x + x + 1)
+    assert "FusedDoubled" not in wrong and count
+    assert targets_and_samples(lambda self, x: x + x) == (right, 0)
+
+
+def test_defaults_of_generate_are_part_of_the_call(clock):
+    options = {"generate": {"max_new_tokens": 3}}
+    for beams, is_new in ((1, True), (2, True), (1, False)):
+        model = tiny.gpt2()
+        model.generation_config.num_beams = beams
+        count = clock.samples
+        auto(clock, model, **options)
+        assert (clock.samples > count) is is_new
 
 
 def test_a_later_call_finds_the_result_and_measures_nothing(clock, monkeypatch):

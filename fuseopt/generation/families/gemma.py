@@ -44,7 +44,7 @@ class Gemma2Step(GemmaStep):
 
     model_class, children = llama_like("gemma2.Gemma2", embedding="TextScaledWordEmbedding")
     norms = _NORMS
-    is_windowed = True
+    windowed = "typed"
     prompt_attentions = ("eager", "sdpa")
     config_fields = (*GemmaStep.config_fields, "_attn_implementation")
 
@@ -61,7 +61,7 @@ class Gemma3Step(GemmaStep):
 
     model_class, children = llama_like("gemma3.Gemma3", model="TextModel", embedding="TextScaledWordEmbedding")
     norms = _NORMS
-    is_windowed = True
+    windowed = "typed"
 
     @staticmethod
     def rotary_by_layer(model: nn.Module) -> Sequence[RotaryPositions | None]:

@@ -49,7 +49,8 @@ class LlamaLikeStep(SpecStep):
     Attributes:
         norm_kind: of all norms.
         norms: names of a layer's norms: before attention, after it, before the feed-forward, after it.
-        is_windowed: whether the config's `sliding_window` holds for the layers that `layer_types` names, or for all.
+        windowed: the layers for which the config's `sliding_window` holds: "none", "all", or "typed", those that its
+            `layer_types` calls "sliding_attention".
     """
 
     config_fields: ClassVar[tuple[str, ...]] = (
@@ -58,7 +59,7 @@ class LlamaLikeStep(SpecStep):
     )
     norm_kind: ClassVar[str] = "rms_norm"
     norms: ClassVar[tuple[str | None, ...]] = ("input_layernorm", None, "post_attention_layernorm", None)
-    is_windowed: ClassVar[bool] = False
+    windowed: ClassVar[str] = "none"
 
     @staticmethod
     def roots(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -109,16 +110,18 @@ class LlamaLikeStep(SpecStep):
             rotary=rotary,
             q_norm=cls.norm_of(own.q_norm) if hasattr(own, "q_norm") else None,
             k_norm=cls.norm_of(own.k_norm) if hasattr(own, "k_norm") else None,
-            window=cls.window_of(own) if cls.is_windowed else None,
+            window=cls.window_of(own),
             output_norm=norms[1],
         )
         return Layer(attention, cls.feed_forward_of(mlp)._replace(norm=norms[2], output_norm=norms[3]))
 
-    @staticmethod
-    def window_of(attention: nn.Module) -> int | None:
+    @classmethod
+    def window_of(cls, attention: nn.Module) -> int | None:
         config = attention.config
-        types = getattr(config, "layer_types", None)
-        slides = types is None or types[attention.layer_idx] == "sliding_attention"
+        if cls.windowed == "typed":
+            slides = config.layer_types[attention.layer_idx] == "sliding_attention"
+        else:
+            slides = cls.windowed == "all"
         return config.sliding_window if slides else None
 
     @staticmethod

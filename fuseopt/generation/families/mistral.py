@@ -7,4 +7,4 @@ class MistralStep(LlamaLikeStep):
     """Upstream: `MistralForCausalLM.forward` for one token a row."""
 
     model_class, children = llama_like("mistral.Mistral")
-    is_windowed = True
+    windowed = "all"

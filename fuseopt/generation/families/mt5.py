@@ -18,6 +18,11 @@ class MT5Step(T5Step):
     model_class = "transformers.models.mt5.modeling_mt5.MT5ForConditionalGeneration"
     children = t5_children("transformers.models.mt5.modeling_mt5.MT5")
 
+    @staticmethod
+    def spec_of(model: nn.Module) -> DecoderSpec:
+        # A config converted from T5's may have `scale_decoder_outputs`, which MT5's forward does not read.
+        return replace(spec_of(model), head_scale=None)
+
 
 class UMT5Step(T5Step):
     """Upstream: the decoder of `UMT5ForConditionalGeneration.forward` for one token a row.

@@ -7,4 +7,4 @@ class Phi3Step(LlamaLikeStep):
     """Upstream: `Phi3ForCausalLM.forward` for one token a row. Projections are packed."""
 
     model_class, children = llama_like("phi3.Phi3")
-    is_windowed = True
+    windowed = "all"

@@ -7,4 +7,4 @@ class Qwen2Step(LlamaLikeStep):
     """Upstream: `Qwen2ForCausalLM.forward` for one token a row."""
 
     model_class, children = llama_like("qwen2.Qwen2")
-    is_windowed = True
+    windowed = "typed"

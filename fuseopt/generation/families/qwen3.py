@@ -7,4 +7,4 @@ class Qwen3Step(LlamaLikeStep):
     """Upstream: `Qwen3ForCausalLM.forward` for one token a row."""
 
     model_class, children = llama_like("qwen3.Qwen3")
-    is_windowed = True
+    windowed = "typed"

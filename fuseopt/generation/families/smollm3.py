@@ -12,7 +12,7 @@ class SmolLM3Step(LlamaLikeStep):
     """Upstream: `SmolLM3ForCausalLM.forward` for one token a row. Some layers do not rotate."""
 
     model_class, children = llama_like("smollm3.SmolLM3")
-    is_windowed = True
+    windowed = "typed"
 
     @staticmethod
     def rotary_by_layer(model: nn.Module) -> Sequence[RotaryPositions | None]:

@@ -70,6 +70,7 @@ MULTIPLIERS = {
 }
 _GEMMA = {"sliding_window": 4, "query_pre_attn_scalar": 8}
 _TYPES = {"layer_types": ["sliding_attention", "full_attention"]}
+_FULL = {"layer_types": ["full_attention", "full_attention"]}  # which only the caches of Mistral and Phi-3 read
 
 DECODERS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": tiny.gpt2,
@@ -78,12 +79,14 @@ DECODERS: dict[str, Callable[[], nn.Module]] = {
     "linear_rope": scaled("linear", factor=4.0),
     "yarn_rope": scaled("yarn", factor=4.0),
     "mistral": partial(grouped, "mistral", sliding_window=4),
+    "mistral_full_cache": partial(grouped, "mistral", sliding_window=4, **_FULL),
     "qwen2": partial(grouped, "qwen2", use_sliding_window=True, sliding_window=4, **_TYPES),
     "qwen3": partial(grouped, "qwen3"),
     "smollm3": partial(grouped, "smollm3", no_rope_layers=[1, 0]),
     "stablelm": partial(stablelm, use_qkv_bias=True),
     "stablelm_parallel": partial(stablelm, use_parallel_residual=True),
     "phi3": partial(grouped, "phi3", sliding_window=4),
+    "phi3_full_cache": partial(grouped, "phi3", sliding_window=4, **_FULL),
     "gemma": partial(grouped, "gemma"),
     "gemma2": partial(grouped, "gemma2", attn_logit_softcapping=2.0, final_logit_softcapping=3.0, **_GEMMA, **_TYPES),
     "gemma3": partial(grouped, "gemma3_text", **_GEMMA, **_TYPES),
@@ -123,6 +126,7 @@ ENCODER_DECODERS: dict[str, Callable[[], nn.Module]] = {
     "t5": tiny.t5,
     "t5_gated": tiny.t5_gated,
     "mt5": tiny.mt5,
+    "mt5_of_t5": partial(tiny.mt5, scale_decoder_outputs=True),  # which only T5 reads
     "umt5": tiny.umt5,
     "bart": partial(bart, BartForConditionalGeneration),
     "marian": partial(bart, MarianMTModel, decoder_vocab_size=tiny.VOCAB),
