@@ -290,7 +290,7 @@ def _random_inputs(model: PreTrainedModel, batch: int, length: int, new: int | N
     """
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     tables = {module.num_embeddings for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    # The tables of OPT and BART begin with two other rows.
+    # The first two rows of OPT's and BART's tables are no positions.
     if isinstance(most, int) and tables & {most, most + 2} and length + (new or 0) > most:
         asked = f"{length} tokens" + (f" and {new} new ones" if new else "")
         raise ConfigError(f"--length: {asked} are more than the {most} positions of {type(model).__name__}")

@@ -26,7 +26,7 @@ from fuseopt.runtime import measured_files
 from fuseopt.strategies import STRATEGIES
 
 TIME_LIMIT = 180.0
-"""Seconds that a search takes at most by default, apart from what has begun by then."""
+"""Seconds after which a search begins no choice, by default."""
 
 
 def decide(
@@ -34,8 +34,8 @@ def decide(
 ) -> tuple[Config, Applied | None, Measurements]:
     """The fastest config for the model and the inputs, the record that puts it in, and what was measured.
 
-    The model is locked by the caller, and is afterwards as it was. Of an earlier result there is no record, and for
-    stock neither.
+    The caller holds the model's lock, and the model is restored before the return. The record is None for an earlier
+    result and for stock.
 
     Args:
         written: the blocks beside the preset "auto".

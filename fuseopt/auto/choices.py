@@ -1,7 +1,7 @@
 """The configs that "auto" measures: those it begins with, and the changes of the best one that it tries.
 
-A config is measured as far as it does something for the model: what replaces nothing is left out of it, so two configs
-that come to the same are one choice.
+Requests that replace nothing in the model are left out of a config, so two configs with the same replacements are one
+choice.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Choice:
 
     @property
     def compile_seconds(self) -> float:
-        """About how long the compiler takes, which cannot be cut off: from 30 runs on two cores, rounded up."""
+        """An estimate of how long the compiler takes, which cannot be interrupted."""
         fusion = self.config.kernel_fusion
         if fusion.memory_efficient_fusion is not None:
             return 60.0
@@ -176,7 +176,7 @@ def _fusion(block: Mapping[str, Any], **others: Any) -> dict[str, Any]:
 
 
 def _other_ways(key: str, request: Mapping[str, Any]) -> Iterator[tuple[str, Edit]]:
-    """The same kernel by Triton alone, and with each of its switches the other way."""
+    """The same kernel by Triton alone, and with each of its Boolean options inverted."""
     name: str = request["name"]
     accepted = kernels()[name].lists
     if key == CUSTOM and TRITON in accepted:

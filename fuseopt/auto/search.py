@@ -58,7 +58,7 @@ class Best:
 
 @dataclass(frozen=True)
 class _Way:
-    """The work, done under one record."""
+    """The work, run with the replacements of one record in the model."""
 
     model: nn.Module
     record: Applied | None
@@ -75,7 +75,7 @@ class Search:
     Args:
         model: locked, on any device.
         written: the blocks beside the preset "auto".
-        time_limit: in seconds. No choice is begun after it, and none whose compiler would take longer than is left.
+        time_limit: in seconds. No choice is begun after it, or if its compiler would take longer than is left.
 
     Attributes:
         device: of the model's first parameter; a CPU if it has none.
@@ -164,7 +164,7 @@ class Search:
         return apply.applied_to(self._model)
 
     def _forget(self) -> None:
-        """Gives the GPU memory of a choice that was not taken back."""
+        """Frees the GPU memory of a choice that was not kept."""
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
@@ -241,7 +241,7 @@ class Search:
         self.rows[COMPILED] = row
 
     def _show(self, name: str) -> None:
-        """Moves the bar to the time that is over, and names the choice that is begun."""
+        """Moves the bar to the elapsed time, and names the choice that is begun."""
         self._bar.set_postfix_str(name, refresh=False)
         self._bar.update(min(self._passed(), self._limit) - self._bar.n)
 

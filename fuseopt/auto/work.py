@@ -73,7 +73,7 @@ class Work:
 
     @property
     def key(self) -> str:
-        """What another call must be like for its times to be the same: kind, shapes, dtypes, other values, autocast."""
+        """Everything that the times of a call depend on: kind, shapes, dtypes, other values, autocast."""
         given = [*self.inputs.items(), *(self.generate or {}).items(), *sorted(self.defaults.items())]
         tensors = [value for _, value in given if isinstance(value, Tensor)]
         device = tensors[0].device.type if tensors else "cpu"

@@ -34,7 +34,7 @@ class FusedModule(base.FusedModule):
 
 @functools.cache
 def module_of(op: Op) -> type[FusedModule]:
-    """The module, of the op's short name, whose forward calls the op with its own arguments."""
+    """The FusedModule class, named by the op's short name, whose forward passes its arguments to the op."""
 
     def forward(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
         return op(*args, backend=self.backend, **kwargs)

@@ -264,7 +264,7 @@ def size_reasons(
         if type(layer) is DynamicSlidingWindowLayer and (
             layer.sliding_window != window or getattr(layer, "record_past", False)
         ):
-            yield f"a layer of the cache keeps {layer.sliding_window} slots, the model's sees {window or 'all'}"
+            yield f"a layer of the cache keeps {layer.sliding_window} slots, attention sees {window or 'all'}"
             return
     if positions is not None and step.bounds_positions and positions.numel():
         (length, limit), slots = prepared.bounds, sizes.rounded_up().capacity

@@ -1,7 +1,7 @@
 """What was measured on this machine, as JSON files in the cache folder, under its rules for owners, modes and digests.
 
 The name of a file is a digest of the device, the versions of torch and fuseopt, and what was measured. So another GPU,
-or another version, finds none. FUSEOPT_MEASURED=0 leaves all of them aside.
+or another version, finds none. With FUSEOPT_MEASURED=0 none is read or written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fuseopt.build import library_cache
 
 
 def is_wanted() -> bool:
-    """Whether the environment lets times be kept and read."""
+    """Whether times are kept and read: FUSEOPT_MEASURED is not 0."""
     return os.environ.get("FUSEOPT_MEASURED", "1") not in ("", "0")
 
 

@@ -1,5 +1,6 @@
 """generate() in two connected CPU processes: each is served in T0 as long as its weights are plain tensors."""
 
+import gc
 import os
 import socket
 import tempfile
@@ -28,6 +29,14 @@ def _connect(rank, port):
     distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 
 
+def _serve_in_process(rank, serve, port):
+    _connect(rank, port)
+    serve(rank, port)
+    # A group that DDP's Reducer outlives is freed with the GIL held, and may wait for a thread that waits for the GIL.
+    gc.collect()
+    distributed.destroy_process_group()
+
+
 def _generate(model, rank, **arguments):
     """Tokens of prompts that no other process has; with no EOS token, so that processes take different steps."""
     inputs = tiny.inputs(model, batch=1 + rank, length=5 + rank, seed=rank)["input_ids"]
@@ -37,7 +46,6 @@ def _generate(model, rank, **arguments):
 
 
 def _serve_plain_weights(rank, port):
-    _connect(rank, port)
     for family in ("gpt2", "t5"):
         stock, fused = tiny.FAMILIES[family](), fuseopt.initialize(tiny.FAMILIES[family](), GENERATION)
         wrapped = DistributedDataParallel(fused)
@@ -60,11 +68,9 @@ def _serve_plain_weights(rank, port):
             assert fused.generate.calls[-1].reason == SHARDED
         assert torch.equal(_generate(fused, rank, synced_gpus=True), _generate(stock, rank, synced_gpus=True))
         assert fused.generate.calls[-1].reason == SYNCHRONISED
-    distributed.destroy_process_group()
 
 
 def _serve_sharded_weights(rank, port):
-    _connect(rank, port)
     stock, mesh = tiny.gpt2(), init_device_mesh("cpu", (2,))
     for whole in (True, False):
         fused = fuseopt.initialize(tiny.gpt2(), GENERATION)
@@ -88,14 +94,12 @@ def _serve_sharded_weights(rank, port):
             with FullyShardedDataParallel.summon_full_params(wrapped):
                 assert torch.equal(_generate(fused, rank, **arguments), _generate(stock, rank, **arguments))
             assert fused.generate.calls[-1].reason == SHARDED
-    distributed.destroy_process_group()
 
 
 def _predict_with_a_trainer(rank, port):
     """Prompts of eight rows, of which the Trainer gives each process four."""
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in ranks.items()}
-    _connect(rank, port)
     generator = torch.Generator().manual_seed(0)
     rows = [{"input_ids": torch.randint(3, tiny.VOCAB, (6,), generator=generator)} for _ in range(8)]
     rows = [{**row, "attention_mask": torch.ones(6, dtype=torch.long), "labels": row["input_ids"]} for row in rows]
@@ -110,7 +114,6 @@ def _predict_with_a_trainer(rank, port):
             predicted.append(trainer.predict(rows, max_new_tokens=7).predictions)
     assert predicted[0].shape[0] == 8 and (predicted[0] == predicted[1]).all()
     assert fused.generate.calls[-1].tier is Tier.DEVICE_LOOP, fused.generate.calls[-1]
-    distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("serve", [_serve_plain_weights, _serve_sharded_weights, _predict_with_a_trainer])
@@ -118,4 +121,4 @@ def test_two_processes_are_served_as_one_is(serve):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    start_two(serve, (port,))
+    start_two(_serve_in_process, (serve, port))

@@ -72,7 +72,7 @@ class Row:
 
 
 _SAMPLINGS = ({"top_k": 50}, {"top_k": 0, "top_p": 0.95})
-# What a user gets who changes nothing: float32, and sampling as in a chat.
+# Float32, which models have by default, and settings of sampling that are common in chats.
 _DEFAULTS = (
     Row("gpt2", 1, dtype="float32"),
     Row("gpt2", 8, dtype="float32"),
@@ -81,7 +81,7 @@ _DEFAULTS = (
     Row("t5-base", 32, beams=4, dtype="float32"),
     *(Row("gpt2", batch, sampling=sampling) for batch in (1, 8, 64) for sampling in _SAMPLINGS),
 )
-# The rows that the performance targets are set for. Sampled ones have a greedy one of the same sizes.
+# Rows for a GPU. Sampled ones have a greedy one of the same sizes.
 GPU_ROWS = (
     Row("gpt2", 1),
     Row("gpt2", 8),

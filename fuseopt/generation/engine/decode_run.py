@@ -119,7 +119,7 @@ class _RandomState:
             state.load_random(self.generator)
 
     def advance(self, steps: int) -> None:
-        """Takes what the kernels of so many steps draw, all since the beginning."""
+        """Sets the generator to its offset after `steps` steps from the beginning, whose kernels draw."""
         if self.offset_of_step:
             self.generator.set_offset(self.offset + steps * self.offset_of_step)
 

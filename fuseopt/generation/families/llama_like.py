@@ -1,4 +1,4 @@
-"""What Llama and the families that name their modules as it does have alike.
+"""LlamaLikeStep: base of Llama and of the families that name their modules as it does.
 
 A family derives from LlamaLikeStep, and says in class attributes where it differs.
 """

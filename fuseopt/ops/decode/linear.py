@@ -177,9 +177,9 @@ def is_fast(
 ) -> bool:
     """True if the kernels are faster than the BLAS library plus a launch for each neighbouring operation.
 
-    On a CPU that is so up to `FEW_ROWS_ON_CPU` rows. With more than `FEW_ROWS` rows on a GPU it takes one dtype and
-    sm_90 or newer. With 16 bits it takes no more work than `decode_linear_max_work` (of a long K
-    `decode_linear_max_long_work`) in `fuseopt/tuning`; with float32, no LayerNorm and no gate.
+    On a CPU they are faster up to `FEW_ROWS_ON_CPU` rows. On a GPU, more than `FEW_ROWS` rows need one dtype and sm_90
+    or newer. In 16 bits the work must be at most `decode_linear_max_work` in `fuseopt/tuning`, for a long K
+    `decode_linear_max_long_work`; float32 must have no LayerNorm and no gate.
 
     Args:
         input: [..., K].

@@ -12,7 +12,7 @@ from torch import Tensor
 # Of torch's kernel: threads of a block, and numbers that a thread takes from a counter of Philox.
 _DRAW_THREADS, _NUMBERS_OF_COUNTER = 256, 4
 MOST_NUMBERS = 2**29
-"""Torch draws more in several launches."""
+"""The most numbers that torch draws in one launch."""
 
 
 @functools.cache

@@ -36,7 +36,7 @@ class Gradients(NamedTuple):
 def chunks(rows: int, row_bytes: int, device: torch.device) -> Iterator[slice]:
     """Slices of rows whose logits, of `row_bytes` each, fit in the buffer; of equal length except the last.
 
-    Few chunks: each adds to the whole gradient of the weight, and wants enough rows to fill a GPU.
+    Chunks are as large as fits: each adds to the whole gradient of the weight, and needs enough rows to fill a GPU.
     """
     most = max(tuned("linear_cross_entropy_chunk_bytes", device) // row_bytes // CHUNK_ROWS, 1) * CHUNK_ROWS
     for start in range(0, rows, most):

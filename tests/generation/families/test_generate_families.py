@@ -142,7 +142,7 @@ def test_a_cache_with_another_window_is_left_to_transformers() -> None:
     ids = prompt(model, 1, 5, 0)["input_ids"]
     model.generate(ids, past_key_values=other, max_new_tokens=3)
     record = model.generate.calls[-1]
-    assert record.reason == "a layer of the cache keeps 3 slots, the model's sees 4" and record.tier is Tier.STOCK
+    assert record.reason == "a layer of the cache keeps 3 slots, attention sees 4" and record.tier is Tier.STOCK
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "phi3"])

@@ -150,7 +150,7 @@ class StreamRows {
   }
 
  private:
-  // Of the lanes that have the same row.
+  // The sum over the lanes that have the same row.
   __device__ float sum_of_row(float value) const {
 #pragma unroll
     for (int distance = 1; distance < kWarpSize; distance *= 2) {

@@ -252,7 +252,7 @@ unsigned splits_for(const DecodeAttention& attention) {
   return splits;
 }
 
-// Whether there is one query per head of keys, as it is, of a size that mma.cuh has, and no long cache.
+// Whether mma.cuh takes it: one query per head of keys, unchanged, a head size that it has, and no long cache.
 bool suits_mma(const DecodeAttention& attention) {
   return attention.group == 1 && !attention.has_rotation() && attention.window == 0 && attention.softcap == 0 &&
          (attention.head_dim == 64 || attention.head_dim == 128) && attention.capacity <= kMaxMmaCapacity;

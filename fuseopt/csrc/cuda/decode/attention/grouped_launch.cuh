@@ -101,7 +101,7 @@ GroupedShape grouped_shape(const DecodeAttention& attention) {
   return shape;
 }
 
-// Floats of global memory.
+// Floats of global memory for the parts.
 inline int64_t workspace_of(const DecodeAttention& attention, const GroupedShape& shape) {
   return shape.leaves_parts ? attention.rows * attention.heads * shape.blocks * (attention.head_dim + 2) : 0;
 }

@@ -10,7 +10,8 @@ namespace fuseopt {
 template <typename T>
 bool launch_decode_attention_mma(const DecodeAttention& attention, cudaStream_t stream, cudaError_t& error);
 
-// All that a DecodeAttention says; head sizes up to 256 that are multiples of 8. Its `workspace` has so many floats.
+// Floats of `workspace` that the launcher below needs. It takes all options of a DecodeAttention, and head sizes up to 256
+// that are multiples of 8.
 template <typename T>
 int64_t grouped_workspace(const DecodeAttention& attention);
 

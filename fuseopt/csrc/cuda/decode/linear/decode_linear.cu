@@ -224,7 +224,7 @@ cudaError_t launch_as(const DecodeLinear& layer, cudaStream_t stream) {
   return error;
 }
 
-// By the kernels for T, where the arguments suit them.
+// Launches a kernel for T; false if none takes the arguments.
 template <typename T>
 bool launch_fast(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error) {
   if (launch_decode_linear_few_rows<T>(layer, stream, error) || launch_decode_linear_tiles<T>(layer, stream, error)) return true;

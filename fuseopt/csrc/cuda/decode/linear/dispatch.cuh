@@ -152,8 +152,8 @@ bool takes_mma(const DecodeLinear& layer) {
   return compute_capability_major() >= 8 && suits_mma<T>(layer);
 }
 
-// Whether the streaming kernel for weights [N, K] takes such a layer: of gated pairs without a norm any, and of output
-// projections smaller ones, as skinny_mma's registers leave the next kernel's blocks no room.
+// Whether the streaming kernel for weights [N, K] takes a layer. It takes any gated pair without a norm. Its limit for
+// output projections is lower, as skinny_mma's registers keep the next kernel's blocks from starting.
 inline bool takes_streamed_nk(const DecodeLinear& layer) {
   const bool is_output = layer.norm == kNoNorm && layer.rows <= kHalfRows &&
                          weight_bytes(layer) >= tuning().decode_linear_output_held_bytes * multiprocessor_count();

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
   constexpr int kTeamWarps = kRows < kFmaWarps ? kFmaWarps / kRows : 1;
   constexpr int kStep = kTeamWarps * kWarpSize * kFmaTile;
   // TUNED: measurement not recorded; `fuseopt bench kernels --model gpt2` measures it.
-  constexpr int kLoads = 8 / kTeamWarps > 2 ? 8 / kTeamWarps : 2;  // of a lane, on the way at a time
+  constexpr int kLoads = 8 / kTeamWarps > 2 ? 8 / kTeamWarps : 2;  // of a lane, in flight
 
   const int member_k = (warp % kTeamWarps * kWarpSize + lane) * kFmaTile;
 #pragma unroll 1
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
   }
   if (has_several_strips) prefetch_next_weights(layer);
   if (!kNorm || layer.best == nullptr) return;
-  best.reduce(kColumns);  // of a gated layer nobody asks
+  best.reduce(kColumns);  // a gated layer has no `best`
   if (own_column == 0 && own_row < rows) layer.best[own_row * gridDim.x + blockIdx.x] = best;
 }
 

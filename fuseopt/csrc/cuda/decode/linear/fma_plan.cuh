@@ -57,7 +57,7 @@ struct FmaPlan {
                            2 * kFmaWarps * (kernel_rows * column_lanes * kFmaTile + 1);
     shared_bytes = slots * kFmaStageBytes + floats * sizeof(float);
   }
-  // That are on the device at a time.
+  // Blocks that are resident on the device at a time.
   int64_t most_blocks(const DecodeLinear& layer) const {
     constexpr size_t kReserved = 1024 + kRingAlignment;  // for each block, by the system
     if (shared_bytes + kReserved > shared_bytes_of_block()) return 0;

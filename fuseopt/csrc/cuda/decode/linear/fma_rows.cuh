@@ -28,7 +28,7 @@ __device__ inline void sum_over_lanes(float* values, int& first, bool& is_owner)
   }
 }
 
-// Of a row: sums of its values and of their squares; or, behind a norm, what is subtracted and multiplied.
+// A row's sums of values and of their squares; or, for a norm, what is subtracted from values and the factor after it.
 struct RowSums {
   float sum = 0.f, squares = 0.f;
 
@@ -51,7 +51,7 @@ template <typename Row>
 __device__ inline RowSums normalisation_of(const RowSums& all, Row row, int columns, const FmaLayer& layer) {
   const float count = static_cast<float>(layer.in_features), mean = layer.is_layer_norm ? all.sum / count : 0.f;
   float variance = all.squares / count - mean * mean;
-  // Squares from zero lose what their mean exceeds the variance by: of rows far from zero, deviations are added up.
+  // The difference loses precision if the mean exceeds the deviation; then squared deviations are added up.
   if (!(variance >= mean * mean)) {
     RowSums deviations;
 #pragma unroll 1

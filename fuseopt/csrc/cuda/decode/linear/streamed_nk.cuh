@@ -274,7 +274,7 @@ struct StreamedNKPlan {
       blocks *= 2;
       split(layer);
     }
-    // Of more rows, which leave no room for a second block, one has as long a ring as fits.
+    // With more rows no second block fits, so a block has as long a ring as fits.
     const int most = halves == 1 ? 3 : layer.input.dtype == layer.weight_dtype ? 4 : 2;
     const int wanted = halves == 2 ? 1 : 2;
     for (stages = most, split(layer); stages > 2 && per_multiprocessor() < wanted;) {

@@ -1,8 +1,8 @@
 // decode_linear for so many rows that reading them from the L2 cache counts: of 16-bit weights, and of float32 as the sum
-// of three products of TF32, whose error is no larger than that of multiply-adds. A block computes a tile of
-// 64 or 128 rows x 64 columns, and reads its part of both operands once, through a ring of shared memory. The first stages
+// of three products of TF32, whose errors README.md compares with those of multiply-adds. A block computes a tile of
+// 32 to 128 rows x 64 columns, and reads its part of both operands once, through a ring of shared memory. The first stages
 // of the weight are loaded before the wait for the previous kernel. A long K is split over the blocks of a cluster. The only
-// norm is T5's: for a LayerNorm each block would compute sums over its weight again.
+// norms are RMS norms: for a LayerNorm each block would compute sums over its weight again.
 #pragma once
 
 #include "cuda/common/cluster.cuh"

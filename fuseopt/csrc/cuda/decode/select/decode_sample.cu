@@ -224,7 +224,7 @@ __device__ Candidate<float> draw_of_row(RowCutter& cutter, const SampledRow& row
   Candidate<float> best;
   if (of.highest != nullptr) return best;
   if (of.select.divisors == nullptr) {
-    // A loop, as each block has to fetch its instructions.
+    // Not unrolled, as each block has to fetch the instructions.
 #pragma unroll 1
     for (int i = threadIdx.x; i < row.places; i += kThreads) {
       if (is_kept(i)) best.consider(row.ratio(scores[i], row.begin + i), row.begin + i);

@@ -9,7 +9,7 @@
 
 namespace fuseopt {
 
-// torch's launch that draws so many numbers.
+// The launch in which torch draws `count` numbers.
 struct TorchDraw {
   static constexpr int64_t kThreads = 256, kNumbers = 4;  // of a block; of a thread between two of its offsets
   unsigned threads;
