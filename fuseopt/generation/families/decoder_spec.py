@@ -24,21 +24,28 @@ class RotaryPositions(NamedTuple):
     Layers that share this object share its table.
 
     Attributes:
-        inverse_frequencies: [rotated / 2] of any dtype; computed with in float32.
+        inverse_frequencies: [rotated / 2] of any dtype; computed with in float32. None with `stored`.
         scale: factor on sines and cosines.
         interleaved: pairs are (2 i, 2 i + 1), as in GPT-J, instead of (i, i + rotated / 2).
         is_rounded: sines and cosines are rounded to the dtype of queries and keys.
+        stored: [positions, rotated], the sines, then the cosines, of all positions that there are.
     """
 
-    inverse_frequencies: Tensor
+    inverse_frequencies: Tensor | None
     scale: float = 1.0
     interleaved: bool = False
     is_rounded: bool = True
+    stored: Tensor | None = None
 
     def table(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """[..., rotated] float32: cosines, then sines, of `positions` [...]; `dtype` is that of queries and keys."""
-        angles = positions[..., None].float() * self.inverse_frequencies.float()
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * self.scale
+        if self.stored is not None:
+            sines, cosines = self.stored[positions.clamp(max=len(self.stored) - 1)].float().chunk(2, dim=-1)
+        else:
+            assert self.inverse_frequencies is not None
+            angles = positions[..., None].float() * self.inverse_frequencies.float()
+            sines, cosines = angles.sin(), angles.cos()
+        table = torch.cat((cosines, sines), dim=-1) * self.scale
         return table.to(dtype).float() if self.is_rounded else table
 
 

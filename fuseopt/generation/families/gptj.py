@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from fuseopt.generation.engine.layers import activation_of, layer_norm_of, linear_of
@@ -34,10 +33,8 @@ class GPTJStep(SpecStep):
     @staticmethod
     def spec_of(model: nn.Module) -> DecoderSpec:
         body, attention = model.transformer, model.transformer.h[0].attn
-        # As create_sinusoidal_positions computes them.
-        rotated, device = attention.pos_embd_dim, body.wte.weight.device
-        frequencies = 1.0 / (10000 ** (torch.arange(0, rotated, 2, dtype=torch.int64, device=device) / rotated))
-        rotary = RotaryPositions(frequencies, interleaved=True)
+        # Stored, as a cast of the model has rounded them.
+        rotary = RotaryPositions(None, interleaved=True, stored=attention.embed_positions)
         return DecoderSpec(
             token_embedding=body.wte.weight,
             layers=tuple(_layer(block, rotary) for block in body.h),

@@ -53,4 +53,6 @@ class OPTStep(SpecStep):
     def not_supported_reasons(model: nn.Module) -> list[str]:
         if model.config.word_embed_proj_dim != model.config.hidden_size:
             return ["word_embed_proj_dim puts projections around the layers"]
+        if not model.config.layer_norm_elementwise_affine:
+            return ["layer_norm_elementwise_affine leaves its LayerNorms without weights"]
         return []

@@ -66,7 +66,8 @@ _NEOX = "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoX"
 
 _EXPECTED: Mapping[str, Callable[[Any], Mapping[str, object]]] = {
     CONV1D: lambda module: {"nf": module.weight.shape[1]},
-    LAYER_NORM: lambda module: {"normalized_shape": tuple(module.weight.shape)},
+    # None, which no LayerNorm has, says that one without a weight is not for a decode step.
+    LAYER_NORM: lambda module: {"normalized_shape": None if module.weight is None else tuple(module.weight.shape)},
     f"{_GPT2}Attention": _of_gpt2_attention,
     **{modeling_name(f"{name.lower()}.{name}Attention"): _of_grouped_attention for name in _GROUPED},
     **{modeling_name(f"{name.lower()}.{name}Model"): _of_sliding_model for name in ("Qwen2", "Qwen3", "SmolLM3")},

@@ -138,6 +138,10 @@ def test_the_step_gives_what_the_reference_does(family: str, rows: int, each_dev
             "rope_type is 'longrope', whose frequencies depend on the length",
         ),
         (lambda: opt(word_embed_proj_dim=16), "word_embed_proj_dim puts projections around the layers"),
+        (
+            lambda: opt(layer_norm_elementwise_affine=False),
+            "layer_norm_elementwise_affine leaves its LayerNorms without weights",
+        ),
     ],
 )
 def test_what_a_spec_cannot_say_is_refused_with_a_reason(make: object, reason: str) -> None:

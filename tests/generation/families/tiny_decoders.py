@@ -93,6 +93,7 @@ DECODERS: dict[str, Callable[[], nn.Module]] = {
     "gpt_neox": gpt_neox,
     "gpt_neox_sequential": partial(gpt_neox, use_parallel_residual=False),
     "gptj": gptj,
+    "gptj_rounded": lambda: gptj().to(torch.bfloat16).float(),  # stored sines and cosines too
     "granite": partial(grouped, "granite", **MULTIPLIERS),
     "olmo2": partial(grouped, "olmo2"),
     "opt": opt,

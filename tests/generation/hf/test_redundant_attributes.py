@@ -111,3 +111,11 @@ def test_the_reason_names_the_attribute():
     model.transformer.h[1].attn.layer_idx = 0
     generated(model)
     assert "transformer.h.1.attn.layer_idx is 0, unlike its weights or config" in "\n".join(fuseopt.report(model).since)
+
+
+def test_a_layer_norm_without_a_weight_is_left_to_transformers():
+    stock, fused = tiny.gpt2(), fuseopt.initialize(tiny.gpt2(), GENERATION)
+    for model in (stock, fused):
+        model.transformer.ln_f = torch.nn.LayerNorm(24, elementwise_affine=False)
+    assert torch.equal(generated(fused), generated(stock))
+    assert fused.generate.calls[-1].tier is Tier.STOCK
