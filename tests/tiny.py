@@ -15,6 +15,7 @@ from transformers import (
     LongT5ForConditionalGeneration,
     MT5Config,
     MT5ForConditionalGeneration,
+    PreTrainedConfig,
     T5Config,
     T5ForConditionalGeneration,
     UMT5Config,
@@ -74,13 +75,11 @@ _SIZES = _LLAMA_SIZES | {
 
 
 def gpt2(seed: int = 0, **config) -> GPT2LMHeadModel:
-    torch.manual_seed(seed)
-    return _random(GPT2LMHeadModel(GPT2Config(**_GPT2_SIZES | config)))
+    return random_model(GPT2LMHeadModel, GPT2Config(**_GPT2_SIZES | config), seed)
 
 
 def t5(seed: int = 0, **config) -> T5ForConditionalGeneration:
-    torch.manual_seed(seed)
-    return _random(T5ForConditionalGeneration(T5Config(**_T5_SIZES | config)))
+    return random_model(T5ForConditionalGeneration, T5Config(**_T5_SIZES | config), seed)
 
 
 def t5_gated(seed: int = 0, **config) -> T5ForConditionalGeneration:
@@ -88,26 +87,22 @@ def t5_gated(seed: int = 0, **config) -> T5ForConditionalGeneration:
 
 
 def mt5(seed: int = 0, **config) -> MT5ForConditionalGeneration:
-    torch.manual_seed(seed)
-    return _random(MT5ForConditionalGeneration(MT5Config(**_T5_SIZES | config)))
+    return random_model(MT5ForConditionalGeneration, MT5Config(**_T5_SIZES | config), seed)
 
 
 def umt5(seed: int = 0, **config) -> UMT5ForConditionalGeneration:
-    torch.manual_seed(seed)
-    return _random(UMT5ForConditionalGeneration(UMT5Config(**_T5_SIZES | config)))
+    return random_model(UMT5ForConditionalGeneration, UMT5Config(**_T5_SIZES | config), seed)
 
 
 def longt5(seed: int = 0, **config) -> LongT5ForConditionalGeneration:
-    torch.manual_seed(seed)
     sizes = _T5_SIZES | {"local_radius": 4, "encoder_attention_type": "local"}
-    return _random(LongT5ForConditionalGeneration(LongT5Config(**sizes | config)))
+    return random_model(LongT5ForConditionalGeneration, LongT5Config(**sizes | config), seed)
 
 
 def decoder(model_type: str, seed: int = 0, **config) -> nn.Module:
     """Of a family whose config names sizes as Llama's does."""
-    torch.manual_seed(seed)
     sizes = AutoConfig.for_model(model_type, **_LLAMA_SIZES | config)
-    return _random(MODEL_FOR_CAUSAL_LM_MAPPING[type(sizes)](sizes))
+    return random_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(sizes)], sizes, seed)
 
 
 def of_class(cls: type, seed: int = 0, **given: int) -> nn.Module:
@@ -120,8 +115,7 @@ def of_class(cls: type, seed: int = 0, **given: int) -> nn.Module:
     sizes = {name: size for name, size in _SIZES.items() if name in known}
     dropouts = {name: 0.0 for name, value in known.items() if "drop" in name and isinstance(value, float)}
     config = cls.config_class(**sizes | given, **dropouts, decoder_start_token_id=0, use_cache=False)
-    torch.manual_seed(seed)
-    return cls(config).float()
+    return _drawn(cls, config, seed).float()
 
 
 def labelled(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -191,13 +185,22 @@ def snapshot(model: nn.Module) -> dict[str, object]:
     }
 
 
-def _random(model: nn.Module) -> nn.Module:
-    # Norm weights start at one and biases at zero, which would hide an op that leaves them out.
+def random_model(model_class: type, config: PreTrainedConfig, seed: int = 0) -> nn.Module:
+    """In evaluation mode. Ones of norms and zeros of biases are changed, as they would hide an op that leaves them out."""
+    model = _drawn(model_class, config, seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
-                parameter.add_(0.3 * torch.randn_like(parameter))
+                parameter.add_(0.3 * torch.randn(parameter.shape, device="cpu").to(parameter.device))
     return model.eval()
+
+
+def _drawn(model_class: type, config: PreTrainedConfig, seed: int) -> nn.Module:
+    """A model on the default device; a seed draws its weights on the CPU, so that they are the same on any device."""
+    torch.manual_seed(seed)
+    with torch.device("cpu"):
+        model = model_class(config)
+    return model.to(torch.empty(0).device)
 
 
 def assert_same_gradients(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

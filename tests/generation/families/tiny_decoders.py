@@ -42,18 +42,18 @@ def stablelm(**config: object) -> nn.Module:
 def gpt_neox(**config: object) -> nn.Module:
     rotary = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
     sizes = {"hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 3}
-    return _made(GPTNeoXForCausalLM, GPTNeoXConfig(**_IDS, **sizes, rope_parameters=rotary, **config))
+    return tiny.random_model(GPTNeoXForCausalLM, GPTNeoXConfig(**_IDS, **sizes, rope_parameters=rotary, **config))
 
 
 def gptj() -> nn.Module:
     sizes = {"n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 3, "rotary_dim": 4}
-    return _made(GPTJForCausalLM, GPTJConfig(**_IDS, **sizes))
+    return tiny.random_model(GPTJForCausalLM, GPTJConfig(**_IDS, **sizes))
 
 
 def opt(**config: object) -> nn.Module:
     sizes = {"hidden_size": 24, "word_embed_proj_dim": 24, "ffn_dim": 40, "num_attention_heads": 3}
     layers = {"num_hidden_layers": 2, "max_position_embeddings": 64}
-    return _made(OPTForCausalLM, OPTConfig(**_IDS | sizes | layers | config))
+    return tiny.random_model(OPTForCausalLM, OPTConfig(**_IDS | sizes | layers | config))
 
 
 def scaled(rope_type: str, **parameters: float) -> Callable[[], nn.Module]:
@@ -108,7 +108,7 @@ def bart(model_class: type[nn.Module], **config: object) -> nn.Module:
     heads = {"encoder_attention_heads": 3, "decoder_attention_heads": 3}
     inner = {"encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "scale_embedding": True}
     ids = {"decoder_start_token_id": 2, "forced_eos_token_id": None, "forced_bos_token_id": None}
-    model = _made(model_class, model_class.config_class(**_IDS | ids, **sizes, **heads, **inner, **config))
+    model = tiny.random_model(model_class, model_class.config_class(**_IDS | ids, **sizes, **heads, **inner, **config))
     with torch.no_grad():
         model.final_logits_bias.normal_()
     return model
@@ -120,7 +120,7 @@ def whisper() -> nn.Module:
     ids = {"decoder_start_token_id": 3, "begin_suppress_tokens": None, "suppress_tokens": None}
     inner = {"encoder_ffn_dim": 40, "decoder_ffn_dim": 40}
     config = WhisperConfig(**_IDS, **sizes, **heads, **ids, **inner)
-    return _made(WhisperForConditionalGeneration, config)
+    return tiny.random_model(WhisperForConditionalGeneration, config)
 
 
 ENCODER_DECODERS: dict[str, Callable[[], nn.Module]] = {
@@ -152,8 +152,3 @@ def randomised(model: nn.Module) -> nn.Module:
             scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5
             parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") * scale)
     return model.eval()
-
-
-def _made(model_class: type[nn.Module], config: object) -> nn.Module:
-    torch.manual_seed(0)
-    return tiny._random(model_class(config))
