@@ -186,7 +186,7 @@ def snapshot(model: nn.Module) -> dict[str, object]:
 
 
 def random_model(model_class: type, config: PreTrainedConfig, seed: int = 0) -> nn.Module:
-    """In evaluation mode. Ones of norms and zeros of biases are changed, as they would hide an op that leaves them out."""
+    """In evaluation mode. Ones of norms and zeros of biases are changed: they would hide an op that skips them."""
     model = _drawn(model_class, config, seed)
     with torch.no_grad():
         for parameter in model.parameters():
