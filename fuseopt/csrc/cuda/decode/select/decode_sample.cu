@@ -264,7 +264,7 @@ __device__ Candidate<float> best_of_block(Candidate<float> best) {
 
 // kShared: whether scores are in shared memory.
 template <typename T, bool kShared>
-__global__ void __launch_bounds__(kThreads, 2) sample_kernel(const __grid_constant__ SampleRows rows) {
+__global__ void __launch_bounds__(kThreads, kShared ? 2 : 1) sample_kernel(const __grid_constant__ SampleRows rows) {
   __shared__ RowCutter::Storage storage;
   __shared__ unsigned long long candidates[RowCutter::kMostBlocks];
   __shared__ Candidate<float> best_of_row;
