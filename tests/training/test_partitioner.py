@@ -212,6 +212,7 @@ print(json.dumps([found, model[0].weight.grad.tolist()]))
 """
 
 
+@pytest.mark.slow
 def test_a_second_process_finds_what_the_first_has_compiled(tmp_path):
     environment = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),

@@ -300,6 +300,7 @@ def test_forward_and_backward_of_a_step(outlined):
     assert len(outlined) == 2 and all(len(set(names)) < len(names) for names in outlined)
 
 
+@pytest.mark.slow
 def test_inductor_compiles_parts_with_the_dropout_of_each(outlined):
     torch.manual_seed(0)
     model, x = Net(8, 0.4).double(), torch.randn(64, 16, dtype=torch.float64)
