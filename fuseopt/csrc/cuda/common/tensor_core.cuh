@@ -64,13 +64,14 @@ __device__ inline unsigned multiply_pair(unsigned a, unsigned b) {
 // a * b + a, rounded once.
 template <typename T>
 __device__ inline unsigned multiply_pair_by_one_more(unsigned a, unsigned b) {
-  unsigned product = 0;
-  if constexpr (std::is_same_v<T, __half>) {
-    asm("fma.rn.f16x2 %0, %1, %2, %1;" : "=r"(product) : "r"(a), "r"(b));
-  } else {
-    FUSEOPT_SM80_ASM("fma.rn.bf16x2 %0, %1, %2, %1;" : "=r"(product) : "r"(a), "r"(b));
-  }
-  return product;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  __trap();  // the intrinsic for bfloat16 needs sm_80, as the kernels that call this do
+  return 0;
+#else
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  const Pair &of_a = reinterpret_cast<Pair&>(a), product = __hfma2(of_a, reinterpret_cast<Pair&>(b), of_a);
+  return reinterpret_cast<const unsigned&>(product);
+#endif
 }
 
 // As load_transposed, but word t has two neighbouring values, 2 (lane % 4) and the next, of line lane / 4 of tile t.
