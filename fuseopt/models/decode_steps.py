@@ -8,6 +8,7 @@ from fuseopt.models.policy import modeling_name
 _FAMILIES = "fuseopt.generation.families"
 # model type -> prefix of its classes and of its step, whose module has the model type's name.
 _CAUSAL = {
+    "cohere": "Cohere",
     "gemma": "Gemma",
     "gpt_neox": "GPTNeoX",
     "gptj": "GPTJ",
