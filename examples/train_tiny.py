@@ -7,9 +7,9 @@ The text is public domain. It comes from Debian's packages `bible-kjv` and `bibl
 with apt, the two packages are downloaded and unpacked under `.data`, which needs no root. Elsewhere, give
 `--text FILE`, one verse a line behind its reference: `Ge1:1 In the beginning God created the heaven and the earth.`
 
-All models learn passages of up to four verses. GPT-2 and Llama read them as one stream. T5 reads the beginning of a passage
-in the encoder and writes the rest in the decoder. The aim is to know the text by heart, so that the next token is
-rarely a close call; one chapter in fifty is held out, and its loss is reported beside that of the training text.
+All models learn passages of up to four verses. GPT-2 and Llama read them as one stream. T5 reads the beginning of a
+passage in the encoder and writes the rest in the decoder. The aim is to know the text by heart, so that the next token
+is rarely a close call; one chapter in fifty is held out, and its loss is reported beside that of the training text.
 """
 
 import argparse
@@ -266,7 +266,7 @@ Batch = dict[str, Tensor]
 
 
 def sample_windows(corpus: Corpus, batch_size: int, model: PreTrainedModel, generator: torch.Generator) -> Batch:
-    """Batch of GPT-2 and Llama: windows [batch_size, CONTEXT] of the stream, taken as a ring, each from the start of a verse.
+    """Batch of GPT-2 and Llama: windows [batch_size, CONTEXT] of the stream, a ring, each from the start of a verse.
 
     Position 0 returns at every passage and at every second verse or so. transformers keeps tokens from attending across
     such a return, so the model sees texts that begin at any verse, as prompts do, and learns to go on after few words.

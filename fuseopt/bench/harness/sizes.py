@@ -115,6 +115,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "phi-3-mini": ("phi3", _llama(3072, 8192, 32, 32, 32, 32064, sliding_window=2047, tie_word_embeddings=False)),
     "gemma-2b": ("gemma", _llama(2048, 16384, 18, 8, 1, 256000, head_dim=256)),
     "gemma-2-2b": ("gemma2", _llama(2304, 9216, 26, 8, 4, 256000, head_dim=256, query_pre_attn_scalar=256)),
+    "olmo-1b": ("olmo", _llama(2048, 8192, 16, 16, 16, 50304, tie_word_embeddings=True)),
     "olmo2-1b": ("olmo2", _llama(2048, 8192, 16, 16, 16, 100352, tie_word_embeddings=False, **_rotary(5e5))),
     "granite-3-2b": (
         "granite",

@@ -1,6 +1,6 @@
 """CohereStep: CohereForCausalLM as a DecoderSpec."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -22,10 +22,6 @@ class CohereStep(LlamaLikeStep):
         if model.config.use_qk_norm:
             reasons.append("use_qk_norm has a norm of its own for each head")
         return reasons
-
-    @classmethod
-    def constants(cls, model: nn.Module) -> tuple[Hashable, ...]:
-        return (*super().constants(model), model.logit_scale)
 
     @classmethod
     def spec_of(cls, model: nn.Module) -> DecoderSpec:

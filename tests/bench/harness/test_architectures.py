@@ -33,6 +33,7 @@ MILLIONS = {
     "gemma-2b": 2506,
     "gemma-2-2b": 2614,
     "gemma-3-1b": 1000,
+    "olmo-1b": 1177,
     "olmo2-1b": 1485,
     "granite-3-2b": 2534,
     "stablelm-2-1.6b": 1645,

@@ -96,8 +96,11 @@ DECODERS: dict[str, Callable[[], nn.Module]] = {
     "gptj": gptj,
     "gptj_rounded": lambda: gptj().to(torch.bfloat16).float(),  # stored sines and cosines too
     "granite": partial(grouped, "granite", **MULTIPLIERS),
+    "olmo": partial(grouped, "olmo"),
     "olmo2": partial(grouped, "olmo2"),
     "opt": opt,
+    "opt_projected": partial(opt, word_embed_proj_dim=16),
+    "opt_350m": partial(opt, word_embed_proj_dim=16, do_layer_norm_before=False),
     "opt_post_norm": partial(opt, do_layer_norm_before=False),
 }
 """Decoder-only models, by the name of a family or of a variant."""
