@@ -47,11 +47,10 @@ def test_every_function_is_in_an_expression_that_is_checked():
 @pytest.mark.parametrize(
     ("op", "shapes", "scalars"),
     [
-        (ROAD, ((4, 24), (4, 24), (24,)), {"scale": 1.5}),
-        (EVERYTHING, ((3, 5, 24), (24,), (3, 5, 24)), {}),
-        ("a * b + c", ((6, 1, 8), (5, 8), ()), {}),
+        pytest.param(ROAD, ((4, 24), (4, 24), (24,)), {"scale": 1.5}, id="road"),
+        pytest.param(EVERYTHING, ((3, 5, 24), (24,), (3, 5, 24)), {}, id="everything", marks=pytest.mark.slow),
+        pytest.param("a * b + c", ((6, 1, 8), (5, 8), ()), {}, id="broadcast", marks=pytest.mark.slow),
     ],
-    ids=["road", "everything", "broadcast"],
 )
 def test_triton_passes_check_in_the_interpreter(op, shapes, scalars):
     report = fuseopt.check(sampled(op, *shapes, **scalars), device="cpu", dtypes=(torch.float32, torch.bfloat16))
