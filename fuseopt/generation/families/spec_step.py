@@ -135,7 +135,7 @@ class SpecStep(DecodeStep):
         ):
             attended = slots.project_to_slots(stream, layer.self_attention, cache)
             self._end_layer(stream, layer, attended, following, slots, cross_cache)
-        return stream.before(self.head, self.final_norm, self.spec.head_softcap)
+        return self._head_input(stream)
 
     def prefill(self, state: DecodeState, length: int, masked: bool) -> None:
         """See DecodeStep. In a decoder-only model the padding after a prompt leaves keys and values in the cache; no
@@ -186,7 +186,7 @@ class SpecStep(DecodeStep):
                 # Of all other tokens the last layer has only keys and values.
                 attended, stream = attended[last], stream.of(last)
             self._end_layer(stream, layer, attended, after)
-        state.logits.copy_(stream.before(self.head, self.final_norm, self.spec.head_softcap).logits())
+        state.logits.copy_(self._head_input(stream).logits())
 
     def _end_layer(
         self,
@@ -279,13 +279,21 @@ class SpecStep(DecodeStep):
         """The residual stream of tokens [rows] before the first layer."""
         spec = self.spec
         of_positions = () if spec.position_embedding is None else (positions, spec.position_embedding)
-        if spec.embedding_scale is None:
+        if spec.embedding_scale is None and spec.embedding_projection is None:
             begin = embedded(tokens, spec.token_embedding, *of_positions)
         else:
-            begin = F.embedding(tokens, spec.token_embedding) * spec.embedding_scale
+            begin = F.embedding(tokens, spec.token_embedding)
+            begin = begin if spec.embedding_scale is None else begin * spec.embedding_scale
+            begin = begin if spec.embedding_projection is None else linear(begin, spec.embedding_projection)
             begin = begin + F.embedding(*of_positions) if of_positions else begin
         begin = begin if spec.embedding_norm is None else normalised(begin, spec.embedding_norm)
         return ResidualStream(begin, clamps_float16=spec.clamps_float16, scale=spec.residual_scale)
+
+    def _head_input(self, stream: ResidualStream) -> HeadInput:
+        projection, softcap = self.spec.head_projection, self.spec.head_softcap
+        if projection is None:
+            return stream.before(self.head, self.final_norm, softcap)
+        return HeadInput(stream.linear(projection, self.final_norm), self.head, None, softcap=softcap)
 
     def _tables(self, state: DecodeState) -> dict[int, Tensor]:
         return {id(rotary): table for rotary, table in zip(self.spec.rotaries, state.rotary_tables, strict=True)}
@@ -294,11 +302,12 @@ class SpecStep(DecodeStep):
         """For each layer the linear layer that reads its sum, with its norm; None where no kernel takes split-K partial
         sums together with such a norm."""
         readers = [(layer.self_attention.qkv, layer.self_attention.norm) for layer in self.layers[1:]]
-        readers.append((self.head, self.final_norm))
+        readers.append((self.spec.head_projection or self.head, self.final_norm))
         return [(layer, norm) if norm is not None and norm.kind == "layer_norm" else None for layer, norm in readers]
 
     def _plan_l2_prefetch(self, layers: Sequence[Layer]) -> None:
-        plan_l2_prefetch([part for layer in layers for part in layer.linears], self.head)
+        last = () if self.spec.head_projection is None else (self.spec.head_projection,)
+        plan_l2_prefetch([*(part for layer in layers for part in layer.linears), *last], self.head)
 
     def _split_heads(self, projected: Tensor, count: int) -> Tensor:
         return projected.unflatten(1, (count, self.spec.heads, self.spec.head_dim))
