@@ -173,8 +173,10 @@ class SpecStep(DecodeStep):
 
     def _prefill_prompt(self, state: DecodeState, length: int, masked: bool) -> None:
         rows = state.sizes.rows
-        in_prompt = state.slots[:length] < state.slot
-        tokens, positions = (ids[:, :length] * in_prompt for ids in (state.ids, state.prompt_positions))
+        in_prompt = state.in_prompt(length)
+        tokens, positions = (ids[:, :length].contiguous() for ids in (state.ids, state.prompt_positions))
+        if in_prompt is not None:
+            tokens, positions = tokens * in_prompt, positions * in_prompt
         attentions = [layer.self_attention for layer in self.layers]
         slots = PromptAttention(state, length, masked, attentions, self._tables(state), positions)
         last = torch.arange(0, rows * length, length, device=state.device) + (state.slot - 1)
