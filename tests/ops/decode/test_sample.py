@@ -17,6 +17,7 @@ from fuseopt.ops.decode.edit_logits import LogitsEdits, sample_edits
 from fuseopt.ops.decode.torch_draw import offset_of_draw
 from tests.ops.cases import DTYPES, Case, RawCalls, cases, examples, launched_kernels
 from tests.ops.decode.decode_states import state_of
+from tests.ops.variations import poisoned_allocations
 
 every_case = pytest.mark.parametrize("case", cases("decode_sample_"))
 FILTERS = st.builds(
@@ -353,3 +354,16 @@ def test_filters_take_a_row_without_a_finite_score() -> None:
         expected, _ = filter_scores(scores[::2].contiguous(), filters=filters, backend="cuda")
         assert torch.equal(kept[::2], expected) and (kept[1] == -torch.inf).all()
         assert torch.equal(highest, scores.amax(-1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 140])
+def test_filters_leave_the_same_from_run_to_run(rows: int) -> None:
+    """Blocks gather scores in any order."""
+    torch.manual_seed(rows)
+    scores = torch.randn(rows, 50_257, device="cuda").bfloat16()
+    for filters in (SamplingFilters(top_k=50, top_p=0.9), SamplingFilters(top_p=0.9), SamplingFilters(typical_p=0.9)):
+        first, _ = filter_scores(scores, filters=filters, backend="cuda")
+        for _ in range(20):
+            with poisoned_allocations():
+                assert torch.equal(filter_scores(scores, filters=filters, backend="cuda")[0], first)
