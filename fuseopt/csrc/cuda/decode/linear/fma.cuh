@@ -24,9 +24,10 @@ struct FmaPlaces {
         end(teams + 2 * kFmaWarps) {}
 };
 
-template <Layout kLayout, bool kNorm, int kRows, int kColumnLanes>
+template <Layout kLayout, FmaInput kInput, int kRows, int kColumnLanes>
 __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const __grid_constant__ FmaLayer layer) {
   using Shape = FmaShape<kColumnLanes>;
+  constexpr bool kNorm = kInput == FmaInput::kNormalised;
   constexpr int kColumns = Shape::kColumns, kKLanes = kWarpSize / kColumnLanes;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, rows = layer.rows, held = layer.held_k;
   const int first_k = layer.is_split_k ? blockIdx.y * layer.share : 0;
@@ -123,6 +124,10 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
           values[i] = with_partials(values[i], k);
           if (layer.sum != nullptr && blockIdx.x == 0) *reinterpret_cast<float4*>(layer.sum + at + k) = values[i];
         }
+        if constexpr (kInput == FmaInput::kSoftmax) {
+          static_assert(kWarpSize * kFmaTile == kSoftmaxGroup);  // a warp has a whole group
+          if (k < there) values[i] = softmax_of_warp(values[i]);
+        }
         if (k < held) *reinterpret_cast<float4*>(row + k) = values[i];
         if constexpr (kNorm) sums.add(values[i]);
       }
@@ -168,7 +173,7 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
   for (int turn = 0; strip < strips; turn ^= 1) {
     float sums[kRows * kFmaTile] = {};
     const float* own_x = x + own_k;
-#pragma unroll 1
+#pragma unroll kFmaUnroll<kRows>
     for (int s = 0; s < layer.stages; ++s) {
       await_copy_groups<kFmaStages - 1>();
       __syncwarp();
@@ -226,12 +231,12 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
   if (own_column == 0 && own_row < rows) layer.best[own_row * gridDim.x + blockIdx.x] = best;
 }
 
-template <Layout kLayout, bool kNorm, int kRows, int kColumnLanes>
+template <Layout kLayout, FmaInput kInput, int kRows, int kColumnLanes>
 cudaError_t launch_fma_as(const FmaLayer& layer, const LaunchShape& shape, bool pdl, cudaStream_t stream) {
-  return launch_dependent(decode_linear_fma_kernel<kLayout, kNorm, kRows, kColumnLanes>, layer, shape, pdl, stream);
+  return launch_dependent(decode_linear_fma_kernel<kLayout, kInput, kRows, kColumnLanes>, layer, shape, pdl, stream);
 }
 
-template <Layout kLayout, bool kNorm>
+template <Layout kLayout, FmaInput kInput>
 cudaError_t launch_fma(const DecodeLinear& layer, const FmaPlan& plan, cudaStream_t stream) {
   FmaLayer of{mma_layer<float>(layer)};
   of.stages = plan.stages, of.slots = plan.slots, of.copy_groups = plan.copy_groups;
@@ -252,8 +257,8 @@ cudaError_t launch_fma(const DecodeLinear& layer, const FmaPlan& plan, cudaStrea
       of.rows = static_cast<int>(std::min<int64_t>(layer.rows - row, kRows));
       // Launches for further rows share no data with the first, but write beside it: only that one overlaps.
       const bool pdl = layer.pdl && row == 0;
-      error = plan.column_lanes == 2 ? launch_fma_as<kLayout, kNorm, kRows, 2>(of, shape, pdl, stream)
-                                     : launch_fma_as<kLayout, kNorm, kRows, 4>(of, shape, pdl, stream);
+      error = plan.column_lanes == 2 ? launch_fma_as<kLayout, kInput, kRows, 2>(of, shape, pdl, stream)
+                                     : launch_fma_as<kLayout, kInput, kRows, 4>(of, shape, pdl, stream);
       of.input = static_cast<const float*>(of.input) + kRows * layer.in_features;
       of.output = static_cast<float*>(of.output) + kRows * of.output_stride;
       if (of.residual != nullptr) of.residual = static_cast<const float*>(of.residual) + kRows * of.output_stride;
