@@ -10,6 +10,7 @@
 #include "cuda/decode/select/end_of_step.cuh"
 #include "cuda/decode/select/exponential_draw.cuh"
 #include "cuda/decode/select/logits_chunk.cuh"
+#include "cuda/decode/select/sample_race.h"
 #include "cuda/decode/select/score_cut.cuh"
 #include "cuda/decode/select/typicality.cuh"
 
@@ -380,11 +381,11 @@ extern "C" int64_t fuseopt_decode_sample_scratch(int64_t rows, int64_t vocabular
 extern "C" cudaError_t fuseopt_decode_sample(DecodeSample sample, cudaStream_t stream) {
   if (sample.select.rows == 0) return cudaSuccess;
   cudaError_t error = cudaErrorInvalidValue;
-  switch (static_cast<DType>(sample.select.scores.dtype)) {
-    case kFloat16: error = launch_as<__half>(sample, stream); break;
-    case kBFloat16: error = launch_as<__nv_bfloat16>(sample, stream); break;
-    case kFloat32: error = launch_as<float>(sample, stream); break;
-    case kFloat64: break;  // refused by the binding
+  if (sample_race::takes(sample)) {
+    error = sample_race::launch(sample, stream);
+  } else {
+    dispatch_fast_dtype(sample.select.scores.dtype,
+                        [&](auto tag) { error = launch_as<typename decltype(tag)::type>(sample, stream); });
   }
   if (error != cudaSuccess || sample.select.rows == 1 || sample.highest != nullptr) return error;
   DecodeSelect finish = sample.select;
