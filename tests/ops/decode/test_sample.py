@@ -33,7 +33,7 @@ FILTERS = st.builds(
     top_k=st.one_of(st.just(0), st.integers(20, 60)),
     top_p=st.one_of(st.just(1.0), st.floats(0.0, 0.9)),
     min_p=st.one_of(st.just(0.0), st.floats(0.0, 1.0)),
-    typical_p=st.just(1.0),
+    typical_p=st.one_of(st.just(1.0), st.floats(0.01, 0.99)),
     min_tokens=st.integers(2, 20),
 )
 # Rounding moves sums of probabilities, differences from the entropy, and ratios by no more than these.
@@ -89,8 +89,11 @@ def rounding_decides(scores: Tensor, divisors: Tensor, filters: SamplingFilters)
             ).masked_fill(~unclear, 0)
             of_sums = OF_SUMS + missing.sum(-1, keepdim=True)
             of_differences = OF_DIFFERENCES + (missing * (1 - missing.clamp(min=1e-300).log())).sum(-1, keepdim=True)
+            fewest = min(warper.min_tokens_to_keep, scores.shape[-1]) - 1
+            at_fewest = (distances - spread[:, fewest, None]).abs() < of_differences
+            unclear |= at_fewest & (fewest > 0) & (at_fewest.sum(-1, keepdim=True) > 1)
             for mass in (warper.mass - of_sums, warper.mass + of_sums):
-                last = (cumulative < mass).sum(-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
+                last = (cumulative < mass).sum(-1, keepdim=True).clamp(min=fewest, max=scores.shape[-1] - 1)
                 limit = spread.gather(1, last)
                 unclear |= (kept > -torch.inf) != (distances <= limit)
                 near = (distances - limit).abs() < of_differences
@@ -237,7 +240,7 @@ def test_wrong_arguments_are_refused_by_name(case: Case) -> None:
         (SamplingFilters(top_p=1.5), r"top_p must be in \[0, 1\]"),
         (SamplingFilters(typical_p=torch.nan), "typical_p must be"),
         (SamplingFilters(min_tokens=0), "min_tokens must be between 1 and 128"),
-        (SamplingFilters(min_tokens=2, typical_p=0.5), "1 with typical_p"),
+        (SamplingFilters(min_tokens=129), "min_tokens must be between 1 and 128"),
     ):
         with pytest.raises(ValueError, match=message):
             case(logits, logits, *state.values(), filters=filters)
