@@ -31,7 +31,7 @@ def add_benchmarks(commands: Any) -> None:
     benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     generation = functools.partial(command_options.add_configs, default="without and with the decode loop")
     training = functools.partial(command_options.add_configs, default="the preset training")
-    table = functools.partial(command_options.add_models, default="a table of GPT-2 and T5 models")
+    table = functools.partial(command_options.add_models, default="a table of GPT-2, T5 and Llama models")
     sized: tuple[_Add, ...] = (table, command_options.add_batches, command_options.add_length)
     step: tuple[_Add, ...] = (command_options.add_training, command_options.add_compile, training)
     described: tuple[tuple[str, str, Callable[..., Any], tuple[_Add, ...]], ...] = (

@@ -173,8 +173,10 @@ class SpecStep(DecodeStep):
 
     def _prefill_prompt(self, state: DecodeState, length: int, masked: bool) -> None:
         rows = state.sizes.rows
-        in_prompt = state.slots[:length] < state.slot
-        tokens, positions = (ids[:, :length] * in_prompt for ids in (state.ids, state.prompt_positions))
+        in_prompt = state.in_prompt(length)
+        tokens, positions = (ids[:, :length].contiguous() for ids in (state.ids, state.prompt_positions))
+        if in_prompt is not None:
+            tokens, positions = tokens * in_prompt, positions * in_prompt
         attentions = [layer.self_attention for layer in self.layers]
         slots = PromptAttention(state, length, masked, attentions, self._tables(state), positions)
         last = torch.arange(0, rows * length, length, device=state.device) + (state.slot - 1)
@@ -263,7 +265,7 @@ class SpecStep(DecodeStep):
         """How many slots of an item AbsorbedCrossAttention may have; 0 if it is never used.
 
         It makes cross-attention two launches instead of three; more slots would take longer to read than that saves.
-        It needs unscaled scores, and bfloat16: in float16, products of weights with keys and values could overflow.
+        It needs unscaled scores, and bfloat16 or float32: products of weights with keys and values overflow float16.
         """
         if not self.spec.has_encoder:
             return 0
@@ -271,9 +273,9 @@ class SpecStep(DecodeStep):
         weight = crosses[0].query.weights[0]
         unscaled = all(cross.scale == 1 and cross.norm is not None and not cross.query.biases for cross in crosses)
         projections = (part.weights[0] for cross in crosses for part in (cross.query, cross.out))
-        are_bfloat16 = all(projection.dtype is torch.bfloat16 for projection in projections)
+        has_range = all(projection.dtype in (torch.bfloat16, torch.float32) for projection in projections)
         has_kernels = has_kernel("decode_softmax_linear", weight) and has_kernel("decode_linear", weight)
-        return GROUP if unscaled and are_bfloat16 and has_kernels and self.spec.heads <= MOST_GROUPS else 0
+        return GROUP if unscaled and has_range and has_kernels and self.spec.heads <= MOST_GROUPS else 0
 
     def _stream(self, tokens: Tensor, positions: Tensor) -> ResidualStream:
         """The residual stream of tokens [rows] before the first layer."""
