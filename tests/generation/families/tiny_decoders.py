@@ -85,6 +85,7 @@ DECODERS: dict[str, Callable[[], nn.Module]] = {
     "smollm3": partial(grouped, "smollm3", no_rope_layers=[1, 0]),
     "stablelm": partial(stablelm, use_qkv_bias=True),
     "stablelm_parallel": partial(stablelm, use_parallel_residual=True),
+    "starcoder2": partial(grouped, "starcoder2", sliding_window=4),
     "cohere": partial(grouped, "cohere", hidden_size=48, logit_scale=0.3, attention_bias=True),
     "phi3": partial(grouped, "phi3", sliding_window=4),
     "phi3_full_cache": partial(grouped, "phi3", sliding_window=4, **_FULL),
