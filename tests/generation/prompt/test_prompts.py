@@ -60,7 +60,7 @@ def test_prompt_lengths_are_rounded_up_to_a_few_sizes():
         return [prompt_length_for(rows, length, torch.device("cpu")) for length in lengths]
 
     assert padded(1, 1, 2, 3, 17, 64, 65, 128, 1000, 1024) == [1, 2, 4, 32, 64, 128, 128, 1024, 1024]
-    assert padded(1, 1025) == padded(64, 129) == [None]
+    assert padded(1, 1025, 2048, 2049) == [1088, 2048, None] and padded(64, 129) == [None]
     assert padded(64, 20, 64, 65, 100, 128) == [32, 64, 80, 112, 128]
     assert padded(8, 500, 512, 513, 1000) == [512, 512, 528, 1008]
 
