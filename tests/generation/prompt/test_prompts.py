@@ -694,3 +694,17 @@ def test_of_the_last_layer_only_the_last_tokens_go_on(each_device, monkeypatch):
         expected = [tokens, *[tokens if ahead_of_last else 3] * 3]
         assert [rows[layer.weight.data_ptr()] for layer in layers_of_block] == expected
     assert rows[model.lm_head.weight.data_ptr()] == 3
+
+
+@on_a_gpu
+@pytest.mark.parametrize("length", [1500, 2048, 2100])
+def test_long_prompts(length, each_device):
+    """Captured up to 2048 tokens; a longer one runs without padding. Both write the cache that steps read."""
+    model = tiny.decoder("llama")
+    inputs = prompt(model, 1, length, 2, padded=False)
+    wanted = generate(model, inputs, max_new_tokens=5)
+    fuseopt.initialize(model, GENERATION)
+    for _ in range(3):
+        assert_same(generate(model, inputs, max_new_tokens=5), wanted)
+        assert model.generate.calls[-1].tier is Tier.DEVICE_LOOP and not model.generate.calls[-1].note
+    assert model.generate.graphs.prompts == (length <= 2048)
