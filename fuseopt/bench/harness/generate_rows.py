@@ -105,7 +105,7 @@ FAMILY_ROWS = (
         for model in (
             *("llama-3.2-1b", "qwen3-0.6b", "qwen2.5-0.5b", "gemma-3-1b", "smollm2-360m", "pythia-410m"),
             *("opt-125m", "opt-350m", "olmo-1b", "olmo2-1b", "stablelm-2-1.6b", "granite-3-2b", "gemma-2b"),
-            *("gemma-2-2b", "smollm3-3b", "phi-3-mini"),
+            *("gemma-2-2b", "smollm3-3b", "phi-3-mini", "starcoder2-3b"),
             *("mistral-7b-6-layers", "gpt-j-6b-4-layers", "aya-expanse-8b-4-layers"),
             *("bart-base", "mbart-large", "pegasus-large", "opus-mt", "mt5-base", "umt5-base"),
         )
