@@ -241,13 +241,11 @@ extern "C" int64_t fuseopt_decode_linear_parts(DecodeLinear layer) {
 }
 
 extern "C" bool fuseopt_emits_partials(DecodeLinear layer) {
-  if (layer.weight_dtype == kFloat32) return emits_partials<float>(layer);
   if (layer.weight_dtype == kFloat16) return emits_partials<__half>(layer);
   return layer.weight_dtype == kBFloat16 && emits_partials<__nv_bfloat16>(layer);
 }
 
 extern "C" bool fuseopt_accepts_partials(DecodeLinear layer) {
-  if (layer.weight_dtype == kFloat32) return accepts_partials<float>(layer);
   if (layer.weight_dtype == kFloat16) return accepts_partials<__half>(layer);
   return layer.weight_dtype == kBFloat16 && accepts_partials<__nv_bfloat16>(layer);
 }
