@@ -171,7 +171,7 @@ def _bench_kernels(arguments: argparse.Namespace) -> int:
 
 def _generate_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Rows, dtype and configs of `bench generate` and `bench kernels`."""
-    from fuseopt.bench.suites.generate import Row
+    from fuseopt.bench.harness.generate_rows import FAMILY_ROWS, Row
 
     given = {
         name: value
@@ -187,8 +187,11 @@ def _generate_options(arguments: argparse.Namespace) -> dict[str, Any]:
     sizes: dict[str, Any] = {name: given[name] for name in (*_SIZES, "eos") if name in given}
     if arguments.sample:
         sizes["sampling"] = sampling
+    if arguments.families and arguments.model:
+        raise ConfigError("--families: has its own models; leave out --model")
+    named = [Row(model, batch, **sizes) for model in arguments.model for batch in arguments.batch or [1]]
     return {
-        "rows": [Row(model, batch, **sizes) for model in arguments.model for batch in arguments.batch or [1]],
+        "rows": FAMILY_ROWS if arguments.families else named,
         "dtype": arguments.dtype and getattr(torch, arguments.dtype),
         "configs": _configs(arguments.config) or None,
     }

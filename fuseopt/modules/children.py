@@ -126,6 +126,8 @@ OPT_CHILDREN: Children = {
         embed_positions=f"{_OPT}LearnedPositionalEmbedding",
         layers=MODULE_LIST,
         final_layer_norm=LAYER_NORM,
+        project_in=LINEAR,
+        project_out=LINEAR,
     )
     | {"layers.*": (f"{_OPT}DecoderLayer",)},
     f"{_OPT}DecoderLayer": _children(
@@ -181,6 +183,9 @@ def llama_children(prefix: str, *, model: str = "Model", embedding: str = "", no
             up_proj=LINEAR,
             gate_up_proj=LINEAR,
             down_proj=LINEAR,
+            c_fc=LINEAR,
+            c_proj=LINEAR,
+            act=ACTIVATIONS,
             act_fn=ACTIVATIONS,
             activation_fn=ACTIVATIONS,
         ),

@@ -63,6 +63,7 @@ class DecodeStep(Protocol):
         prompt_attentions: with these values of `config._attn_implementation`, `prefill` runs the prompts of a
             decoder-only model, else the model's forward does.
         encoder_class: the encoder's step; None for decoder-only models.
+        ignores_encoder_mask: cross-attention attends to all of the encoder's output, whatever `attention_mask` says.
         token_embedding: [vocab, width], whose dtype and device tell whether the engine's kernels apply.
         shape: of the key-value cache, from which the engine makes a `DecodeState`.
         vocab: width of the logits.
@@ -75,6 +76,7 @@ class DecodeStep(Protocol):
     children: ClassVar[Children]
     prompt_attentions: ClassVar[tuple[str, ...]] = ("sdpa",)
     encoder_class: ClassVar[type[EncoderStep] | None] = None
+    ignores_encoder_mask: ClassVar[bool] = False
 
     token_embedding: Tensor
     shape: CacheShape

@@ -14,6 +14,9 @@ from fuseopt.generation.families.spec_step import add_feed_forward
 from fuseopt.generation.families.step_interface import EncoderStep
 from fuseopt.generation.families.t5_layers import feed_forward_of, norm_of, self_attention_of
 
+# Longer prompts run by transformers: the bias of a layer's scores has heads x length x length numbers.
+_LONGEST_PROMPT = 1024
+
 
 class EncoderState:
     """The static tensors of one number of items and length class.
@@ -60,7 +63,7 @@ class T5Encoder(EncoderStep):
     def state_for(self, graphs: StepGraphs, items: int, length: int) -> EncoderState | None:
         """What prompts of this class run in; None where a call would gain nothing."""
         padded = prompt_length_for(items, length, self.token_embedding.device)
-        if padded is None:
+        if padded is None or padded > _LONGEST_PROMPT:
             return None
         return graphs.state(("encoder", items, padded), lambda: self._state(items, padded))
 
