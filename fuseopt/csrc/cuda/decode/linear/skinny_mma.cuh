@@ -17,6 +17,7 @@
 #include "cuda/common/cluster.cuh"
 #include "cuda/decode/linear/epilogue.cuh"
 #include "cuda/decode/linear/input_rows.cuh"
+#include "cuda/decode/linear/low_rank.cuh"
 #include "cuda/decode/linear/row_moments.cuh"
 #include "cuda/decode/linear/skinny_shape.cuh"
 #include "cuda/decode/linear/weight_fragments.cuh"
@@ -26,10 +27,11 @@ namespace fuseopt {
 constexpr int kConstantsBarrier = 1;
 
 // kTiles: of 8 columns, in a strip; kChunks: of K, for each warp in one pass; kHalves: of 16 rows; kActivates: whether
-// there may be an activation; kSums: whether the input is a sum with split-K partials.
+// there may be an activation; kSums: whether the input is a sum with split-K partials; kLowRank: whether weights have
+// updates.
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated, int kTiles, int kChunks, int kHalves,
-          Along kAlong, bool kActivates, bool kSums>
-__global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves>* kWarpSize, 1)
+          Along kAlong, bool kActivates, bool kSums, bool kLowRank>
+__global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves, kLowRank>* kWarpSize, 1)
     decode_linear_skinny_mma_kernel(const __grid_constant__ MmaLayer<T> layer) {
   constexpr bool kLoops = kAlong == Along::kInPasses, kShares = kAlong == Along::kTogether;
   constexpr bool kApart = kAlong == Along::kApart;
@@ -179,6 +181,24 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     summed.find(layer, first_k(0) + own, layer.sum != nullptr && blockIdx.x == 0 && blockIdx.y == 0);
     summed.settle();
   }
+  // Lane p has places p, p + 32 ... of a strip's sums. The strips of the first weight multiply rows of `a`.
+  constexpr int kRankColumns = (kColumns + kWarpSize - 1) / kWarpSize;
+  static_assert(!kLowRank || (kHalves == 1 && !kWide && !kApart && !kSums));
+  RankRow<T, 1> rank_row;
+  RankColumn<T> updates[kRankColumns];
+  const int rank_strips = (layer.widths[0] + kWidth - 1) / kWidth * blocks;
+  const int first_rank = blockIdx.y == 0 ? blockIdx.x : layer.ranks;
+  const auto updated_column = [&](int i) -> OutputColumn {
+    const int place = lane + i * kWarpSize, tile = place / kTileColumns;
+    const int of_gated = tile / 2 * kTileColumns + place % kTileColumns;
+    const int column = strip + (kGated ? of_gated : Pair::column_of(place)), weight = kGated ? tile % 2 : blockIdx.y;
+    return {weight, column, rank == 0 && place < kColumns && column < layer.widths[weight]};
+  };
+  if constexpr (kLowRank) {
+    rank_row.load(layer, first_rank);
+#pragma unroll
+    for (int i = 0; i < kRankColumns; ++i) updates[i].load(layer, updated_column(i));
+  }
   OutputPlaces<T, kHalves> places;
   int summed_from[kHalves] = {}, deviations_from[kHalves] = {};  // from sums_of and deviations_of on
   constexpr int kLanes = kPairs < kMostWarps ? kPairs : kMostWarps;  // that share a row's deviations
@@ -200,6 +220,11 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     wait_for_predecessor_settled(rows < 0);
   }
 
+  unsigned ticket = 0;
+  if constexpr (kLowRank) {
+    ticket = ticket_of(layer.exchange);
+    rank_row.template leave_products<kNorm>(layer, first_rank, rank_strips, kNorm, sums_at);
+  }
   Vector<X, kLaneValues> x[kHalves][kChunks];
   const auto load_inputs = [&](int pass) {
     if constexpr (kSums) {
@@ -309,6 +334,16 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     }
   }
   if constexpr (kSums) summed.leave(reinterpret_cast<const uint4(&)[kChunks]>(x[0]));
+  if constexpr (kLowRank) {
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kRankColumns; ++i) {
+#pragma unroll 1
+      for (int r = 0; r < rows && lane + i * kWarpSize < kColumns; ++r) {
+        sums_at(r, warp)[lane + i * kWarpSize] += updates[i].of_row(layer, updated_column(i), r, ticket);
+      }
+    }
+  }
   __syncthreads();
   if constexpr (kShares) wait_at_cluster_barrier();  // the first block has started
 #pragma unroll 1
