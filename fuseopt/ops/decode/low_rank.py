@@ -32,6 +32,9 @@ RANK_MULTIPLE = 8
 """The CUDA kernels take ranks that are a multiple of it."""
 
 
+_COPIES = 4  # of what the kernel's blocks exchange
+
+
 def _fake(
     input: Tensor,
     weights: Sequence[Tensor],
@@ -65,7 +68,7 @@ RAW_TAKES = define(f"takes_low_rank{_LAYER} -> bool", lambda *arguments: False)
 
 def exchange_size(a: Tensor) -> int:
     """Elements of the `exchange` that `decode_linear_low_rank` takes with `a`."""
-    return 2 + KERNEL_ROWS * len(a)
+    return 2 + _COPIES * KERNEL_ROWS * len(a)
 
 
 def _check(input: Tensor, weights: Sequence[Tensor], a: Tensor, b: Sequence[Tensor], exchange: Tensor | None) -> None:

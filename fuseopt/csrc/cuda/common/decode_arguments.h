@@ -19,6 +19,7 @@ struct DecodeLinear {
   static constexpr int kMaxWeights = 3;
   static constexpr int kSplitK = 2;
   static constexpr int kLowRankRows = 8;  // the most that have `low_rank_a`
+  static constexpr int kExchangeHeader = 2, kExchangeCopies = 4;
   TypedPointer input;  // [rows, in_features]
   int64_t rows;
   int64_t in_features;
@@ -52,7 +53,8 @@ struct DecodeLinear {
   const void* low_rank_a;
   const void* low_rank_b[kMaxWeights];  // [widths[i], low_ranks[i]]
   int64_t low_ranks[kMaxWeights];
-  uint64_t* exchange;  // [2 + kLowRankRows * all ranks]; the first word differs from call to call
+  // [kExchangeHeader + kExchangeCopies * kLowRankRows * all ranks]; the first word differs from call to call.
+  uint64_t* exchange;
 };
 
 inline int64_t output_columns(const DecodeLinear& layer) {

@@ -38,6 +38,7 @@ cudaError_t launch_skinny_mma_as(const DecodeLinear& layer, cudaStream_t stream)
                           static_cast<unsigned>(warps * kWarpSize), shared_bytes, static_cast<unsigned>(blocks),
                           kGated ? 1u : static_cast<unsigned>(kApart ? kSplitK : layer.weight_count)};
   mma.share_prefetch(shape);
+  if (kLowRank) mma.share_ranks(ceil_div(layer.widths[0], kWidth) * blocks);
   mma.finishing = static_cast<int>(ceil_div(finished_pairs(mma.rows, kWidth), kWarpSize) * kWarpSize);
   const auto kernel =
       decode_linear_skinny_mma_kernel<T, X, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, kAlong, kActivates, kSums,
@@ -215,10 +216,13 @@ bool accepts_partials(const DecodeLinear& layer) {
 template <typename T>
 bool takes_low_rank(const DecodeLinear& layer) {
   if (!takes_mma<T>(layer) || layer.rows > DecodeLinear::kLowRankRows || layer.input.dtype != kDType<T>) return false;
-  bool suits = is_aligned(layer.low_rank_a) && is_aligned(layer.exchange);
+  bool suits = is_aligned(layer.low_rank_a);
+  int64_t ranks = 0;
   for (int i = 0; i < layer.weight_count; ++i) {
     suits &= is_aligned(layer.low_rank_b[i]) && layer.low_ranks[i] % kRankPart == 0;
+    ranks += layer.low_ranks[i];
   }
+  suits &= ranks > 0;
   if (takes_streamed_nk(layer)) return suits;
   const bool has_norm = layer.norm != kNoNorm;
   const int64_t most = layer.gated ? kMostColumns<T, T, 4, 4, 1, true> : kMostColumns<T, T, 2, 4, 1, true>;

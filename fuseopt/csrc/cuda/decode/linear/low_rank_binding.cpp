@@ -28,8 +28,10 @@ bool add_factors(DecodeLinear& layer, const Tensor& a, const std::vector<Tensor>
                 layer.in_features);
   layer.low_rank_a = a.data_ptr();
   if (!exchange.has_value()) return false;
-  FUSEOPT_CHECK(exchange->is_contiguous() && exchange->numel() == 2 + DecodeLinear::kLowRankRows * ranks, "fuseopt::",
-                kOp, ": exchange must be contiguous and have ", 2 + DecodeLinear::kLowRankRows * ranks, " elements");
+  constexpr int64_t kOfRank = DecodeLinear::kExchangeCopies * DecodeLinear::kLowRankRows;
+  const int64_t words = DecodeLinear::kExchangeHeader + kOfRank * ranks;
+  FUSEOPT_CHECK(exchange->is_contiguous() && exchange->numel() == words, "fuseopt::", kOp,
+                ": exchange must be contiguous and have ", words, " elements");
   layer.exchange = static_cast<uint64_t*>(exchange->data_ptr());
   return fit && fuseopt_takes_low_rank(layer);
 }

@@ -53,7 +53,13 @@ struct MmaLayer {
   const T* low_rank_a;
   const T* low_rank_b[kMaxWeights];
   int low_ranks[kMaxWeights], first_ranks[kMaxWeights], ranks;  // of each weight, before it, of all
+  int rank_blocks;  // that multiply rows of `low_rank_a`
   uint64_t* exchange;
+
+  // Of a grid whose first `blocks` read the input as others do. So many run at once even in clusters.
+  void share_ranks(int64_t blocks) {
+    rank_blocks = static_cast<int>(std::min<int64_t>(blocks, std::max(multiprocessor_count() / 2, 1)));
+  }
 
   void share_prefetch(const LaunchShape& shape) {
     constexpr int64_t kLine = 128;

@@ -181,24 +181,13 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     summed.find(layer, first_k(0) + own, layer.sum != nullptr && blockIdx.x == 0 && blockIdx.y == 0);
     summed.settle();
   }
-  // Lane p has places p, p + 32 ... of a strip's sums. The strips of the first weight multiply rows of `a`.
-  constexpr int kRankColumns = (kColumns + kWarpSize - 1) / kWarpSize;
   static_assert(!kLowRank || (kHalves == 1 && !kWide && !kApart && !kSums));
-  RankRow<T, 1> rank_row;
-  RankColumn<T> updates[kRankColumns];
-  const int rank_strips = (layer.widths[0] + kWidth - 1) / kWidth * blocks;
-  const int first_rank = blockIdx.y == 0 ? blockIdx.x : layer.ranks;
-  const auto updated_column = [&](int i) -> OutputColumn {
-    const int place = lane + i * kWarpSize, tile = place / kTileColumns;
-    const int of_gated = tile / 2 * kTileColumns + place % kTileColumns;
-    const int column = strip + (kGated ? of_gated : Pair::column_of(place)), weight = kGated ? tile % 2 : blockIdx.y;
+  BlockUpdates<T, 1, kColumns> updates;
+  const auto column_of = [&](int place) -> OutputColumn {
+    const int column = strip + Pair::column_at(place), weight = kGated ? Pair::weight_at(place) : blockIdx.y;
     return {weight, column, rank == 0 && place < kColumns && column < layer.widths[weight]};
   };
-  if constexpr (kLowRank) {
-    rank_row.load(layer, first_rank);
-#pragma unroll
-    for (int i = 0; i < kRankColumns; ++i) updates[i].load(layer, updated_column(i));
-  }
+  if constexpr (kLowRank) updates.load(layer, blockIdx.y * gridDim.x + blockIdx.x, column_of);
   OutputPlaces<T, kHalves> places;
   int summed_from[kHalves] = {}, deviations_from[kHalves] = {};  // from sums_of and deviations_of on
   constexpr int kLanes = kPairs < kMostWarps ? kPairs : kMostWarps;  // that share a row's deviations
@@ -220,11 +209,6 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     wait_for_predecessor_settled(rows < 0);
   }
 
-  unsigned ticket = 0;
-  if constexpr (kLowRank) {
-    ticket = ticket_of(layer.exchange);
-    rank_row.template leave_products<kNorm>(layer, first_rank, rank_strips, kNorm, sums_at);
-  }
   Vector<X, kLaneValues> x[kHalves][kChunks];
   const auto load_inputs = [&](int pass) {
     if constexpr (kSums) {
@@ -245,38 +229,8 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   const float reciprocal = layer.reciprocal;
   float2 wide_norm[kHalves];
   if constexpr (kWide) {
-    float pivots[kHalves];
-    Deviations deviations[kHalves];
-#pragma unroll
-    for (int h = 0; h < kHalves; ++h) {
-      const int r = min(lane / 4 + h * kHalfRows, rows - 1);
-      pivots[h] = static_cast<const X*>(layer.input)[r * columns];
-    }
-    for (int pass = 0; pass < passes; ++pass) {
-      load_inputs(pass);
-#pragma unroll
-      for (int h = 0; h < kHalves; ++h) {
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-          if (first_k(pass) + own + c * kChunk < columns) deviations[h].add(x[h][c], pivots[h]);
-        }
-      }
-    }
-#pragma unroll
-    for (int h = 0; h < kHalves; ++h) {
-      const int r = lane / 4 + h * kHalfRows;
-      deviations[h].template add_lanes<4>();
-      if (lane % 4 == 0 && r < rows) deviations_of[r * warps + warp] = deviations[h];
-    }
-    __syncthreads();
-#pragma unroll
-    for (int h = 0; h < kHalves; ++h) {
-      const int r = min(lane / 4 + h * kHalfRows, rows - 1);
-      Deviations all;
-#pragma unroll 4
-      for (int w = 0; w < warps; ++w) all.add(deviations_of[r * warps + w]);
-      wide_norm[h] = all.normalisation(pivots[h], reciprocal, layer.is_layer_norm, layer.eps);
-    }
+    const auto is_there = [&](int pass, int c) { return first_k(pass) + own + c * kChunk < columns; };
+    normalise_in_passes(layer, passes, x, load_inputs, is_there, deviations_of, wide_norm);
   }
 
   float sums[kHalves][kTiles / 2][4] = {};
@@ -285,6 +239,10 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     if (kLoops && pass > 0) weight.load(layer, strip, first_k(pass) + own);
     load_inputs(pass);
     if constexpr (!kLoops) places.load_residuals();
+    if (kLowRank && pass == 0) {
+      updates.fetch(layer);
+      updates.template leave_products<kNorm>(layer, kNorm, sums_at);
+    }
     if constexpr (kLoops) {
       weight.not_before_here();
       if constexpr (kLayout == Layout::kColMajorKN) weight.pair_lines(columns, first_k(pass) + own);
@@ -334,16 +292,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     }
   }
   if constexpr (kSums) summed.leave(reinterpret_cast<const uint4(&)[kChunks]>(x[0]));
-  if constexpr (kLowRank) {
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kRankColumns; ++i) {
-#pragma unroll 1
-      for (int r = 0; r < rows && lane + i * kWarpSize < kColumns; ++r) {
-        sums_at(r, warp)[lane + i * kWarpSize] += updates[i].of_row(layer, updated_column(i), r, ticket);
-      }
-    }
-  }
+  if constexpr (kLowRank) updates.add(layer, kGated ? 0 : blockIdx.y, kGated, column_of, sums_at);
   __syncthreads();
   if constexpr (kShares) wait_at_cluster_barrier();  // the first block has started
 #pragma unroll 1

@@ -107,27 +107,18 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
     else residual = static_cast<const T*>(layer.residual)[output_index(i)];
   };
   load_biases(threadIdx.x);
-  // Lane p has place p of a strip's sums.
-  RankColumn<T> update;
-  const auto updated_column = [&]() -> OutputColumn {
-    const int column = strip * width + (lane & width - 1);
+  BlockUpdates<T, kNorm ? 2 : 4, kStreamColumns> updates;
+  const auto updated_column = [&](int place) -> OutputColumn {
+    const int column = strip * width + (place & width - 1);
     const bool is_there = rank == 0 && strip < own.strips && column < out_features;
-    return {layer.is_gated ? lane >> width_bits : own.index, column, is_there};
+    return {layer.is_gated ? place >> width_bits : own.index, column, is_there};
   };
-  RankRow<T, 4> rank_row;
-  if constexpr (kLowRank) {
-    rank_row.load(layer, blockIdx.x);
-    update.load(layer, updated_column());
-  }
+  const auto sums_at = [&](int r, int w) { return sums_of + (w * rows + r) * kSumsStride; };
+  if constexpr (kLowRank) updates.load(layer, blockIdx.x, updated_column);
   if (scales_rows) await_copy_groups<kStages>();
   wait_for_predecessor();
   load_residual(threadIdx.x);
-  unsigned ticket = 0;
-  if constexpr (kLowRank) {
-    ticket = ticket_of(layer.exchange);
-    const auto place = [&](int r, int w) { return sums_of + (w * rows + r) * kSumsStride; };
-    rank_row.template leave_products<kNorm>(layer, blockIdx.x, gridDim.x, scales_rows, place);
-  }
+  if constexpr (kLowRank) updates.fetch(layer);
   RulesInForce rules;
   if (kGivesBest && layer.rules.of_tokens != nullptr) rules = RulesInForce(layer.rules, *layer.sequence_length);
 
@@ -155,6 +146,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
       }
     }
   }
+  if constexpr (kLowRank) updates.template leave_products<kNorm>(layer, scales_rows, sums_at);
   if (kNorm && !scales_rows) {
     await_copy_groups<kStages>();
     __syncthreads();
@@ -208,13 +200,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
         }
       }
     }
-    if constexpr (kLowRank) {
-      __syncwarp();
-#pragma unroll 1
-      for (int row = 0; row < rows; ++row) {
-        sums_of[(warp * rows + row) * kSumsStride + lane] += update.of_row(layer, updated_column(), row, ticket);
-      }
-    }
+    if constexpr (kLowRank) updates.add(layer, own.index, layer.is_gated, updated_column, sums_at);
     __syncthreads();
 
     if (blocks > 1) {
@@ -267,7 +253,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
       load_residual(i);
     }
     if (strip >= own.strips) break;
-    if constexpr (kLowRank) update.load(layer, updated_column());
+    if constexpr (kLowRank) updates.load_columns(layer, updated_column);
     __syncthreads();
   }
   if (has_several_strips) prefetch_next_weights(layer);
@@ -363,6 +349,7 @@ cudaError_t launch_streamed_nk_as(const DecodeLinear& layer, const StreamedNKPla
   const LaunchShape shape{static_cast<unsigned>(clusters * plan.blocks), kStreamWarps * kWarpSize, plan.shared_bytes,
                           static_cast<unsigned>(plan.blocks)};
   of.share_prefetch(shape);
+  if (kLowRank) of.share_ranks(shape.blocks);
   return launch_dependent(decode_linear_streamed_nk_kernel<T, X, kNorm, kHalves, kStages, kSums, kLowRank>, of, shape,
                           layer.pdl, stream);
 }
