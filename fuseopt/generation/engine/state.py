@@ -128,10 +128,11 @@ class DecodeState:
         logits, scores: [rows, vocab] float32, before and after the logits processors.
         beams: static tensors of beam search; None outside it.
         absorbed: AbsorbedCrossAttention of a single item, or None.
+        may_pad: whether a prefill may be given more tokens a row than the prompts have.
     """
 
     def __init__(self, sizes: Sizes, shape: CacheShape, vocab: int) -> None:
-        self.sizes, self.used = sizes, False
+        self.sizes, self.used, self.may_pad = sizes, False, True
         # What the host knows of device tensors, to skip writing them again: `keep` is all True, `prompt_positions`
         # count up from 0, and `cross_keep` is True for so many slots in every item.
         self._keeps_all = self._counts_up = False
@@ -216,6 +217,10 @@ class DecodeState:
             self.keep[:, : keep.shape[1]] = keep.bool()
         if self.beams is not None:
             self.beams.forget_ancestors()
+
+    def in_prompt(self, length: int) -> Tensor | None:
+        """[length] bool: which of so many tokens a row are the prompts'; None if all are."""
+        return self.slots[:length] < self.slot if self.may_pad else None
 
     def load_prompt(self, input_ids: Tensor, keep: Tensor | None, positions: Tensor | None) -> None:
         """Loads a prompt for `prefill`, and sets where the first step after it starts.

@@ -48,8 +48,9 @@ class TokenStream(LateCopies):
 
     def _put(self, valid: int, end: int) -> None:
         while self.read < valid and (tokens := self.next_before(end)) is not None:
+            own = tokens.clone()
             self.given += 1
-            self._call(self.streamer.put, tokens.clone())
+            self._call(self.streamer.put, own)
 
     def _call(self, method: Callable[..., Any], *tokens: Tensor) -> None:
         self.has_raised = True
