@@ -68,8 +68,7 @@ class SpecStep(DecodeStep):
         self.layers, self.head, self.token_embedding = spec.layers, spec.head, spec.token_embedding
         self.vocab, self.max_length = len(spec.head.weights[0]), spec.max_length
         self.bounds_positions = bool(spec.rotaries)
-        linears = (*(linear for layer in spec.layers for linear in layer.linears), *self._cross_linears, spec.head)
-        self.low_rank = LowRankUpdates(linear.low_rank for linear in linears)
+        self.low_rank = LowRankUpdates(linear.low_rank for linear in spec.linears)
         self.lora_layers = self.low_rank.layers
         self.windows = [layer.self_attention.window for layer in self.layers]
         self._plan_l2_prefetch(self.layers)
@@ -324,11 +323,6 @@ class SpecStep(DecodeStep):
 
     def _split_heads(self, projected: Tensor, count: int) -> Tensor:
         return projected.unflatten(1, (count, self.spec.heads, self.spec.head_dim))
-
-    @property
-    def _cross_linears(self) -> list[Linear]:
-        """The layers of cross-attention that run on prompts only."""
-        return [cross.key_value for cross in self._cross_attentions]
 
     @property
     def _cross_attentions(self) -> list[CrossAttention]:
