@@ -142,7 +142,8 @@ class FusedGenerate:
 
     def report_lines(self) -> tuple[str, ...]:
         """Tier and reason of the last calls, and what is kept on the device, for the report."""
-        return tuple(f"generate(): {line}" for line in (*self.calls, *self.graphs.report_lines()))
+        lines = (*self.calls, *self.checked.notes, *self.graphs.report_lines())
+        return tuple(f"generate(): {line}" for line in lines)
 
 
 class GenerateCall:

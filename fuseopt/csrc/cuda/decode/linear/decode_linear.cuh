@@ -19,6 +19,10 @@ bool emits_partials(const DecodeLinear& layer);  // as fuseopt_emits_partials
 template <typename T>
 bool accepts_partials(const DecodeLinear& layer);  // as fuseopt_accepts_partials
 template <typename T>
+bool takes_low_rank(const DecodeLinear& layer);  // as fuseopt_takes_low_rank
+template <typename T>
+cudaError_t launch_low_rank(const DecodeLinear& layer, cudaStream_t stream);
+template <typename T>
 bool launch_decode_linear_many_rows(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
 template <typename T>
 bool launch_decode_linear_tiles(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
@@ -31,6 +35,10 @@ extern template bool emits_partials<__half>(const DecodeLinear&);
 extern template bool emits_partials<__nv_bfloat16>(const DecodeLinear&);
 extern template bool accepts_partials<__half>(const DecodeLinear&);
 extern template bool accepts_partials<__nv_bfloat16>(const DecodeLinear&);
+extern template bool takes_low_rank<__half>(const DecodeLinear&);
+extern template bool takes_low_rank<__nv_bfloat16>(const DecodeLinear&);
+extern template cudaError_t launch_low_rank<__half>(const DecodeLinear&, cudaStream_t);
+extern template cudaError_t launch_low_rank<__nv_bfloat16>(const DecodeLinear&, cudaStream_t);
 extern template bool launch_decode_linear_many_rows<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 extern template bool launch_decode_linear_many_rows<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 extern template bool launch_decode_linear_tiles<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
