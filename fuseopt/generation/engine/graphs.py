@@ -165,7 +165,7 @@ class StepGraphs(Captures):
         return self._steps.get(key)
 
     def capture(self, step: StepWork) -> str:
-        """Captures a step on a GPU and keeps it; returns why it could not be captured, empty if it was."""
+        """Captures a step and keeps it; returns why it could not be captured, empty if it was."""
         if step.selection is not None and step.graph is None:
             reason = step.selection.not_captured
             if reason and step.state.device.type == "cuda":
@@ -226,7 +226,7 @@ class StepGraphs(Captures):
 
     def _capture(self, work: Any, kept: OrderedDict[Hashable, Any], limit: int, what: str) -> str:
         device = work.state.device
-        if work.graph is not None or device.type != "cuda" or not limit:
+        if work.graph is not None or not limit or not self.can_capture(device):
             return ""
         if len(kept) >= limit:
             self.drain()
