@@ -1,15 +1,15 @@
-"""Train the two checkpoints in `examples/checkpoints` from scratch: a GPT-2 and a T5 that know the King James Bible.
+"""Train the checkpoints in `examples/checkpoints` from scratch: GPT-2, Llama and T5 that know the King James Bible.
 
-    python examples/train_tiny.py --model both --out examples/checkpoints
+    python examples/train_tiny.py --model all --out examples/checkpoints
 
 The text is public domain. It comes from Debian's packages `bible-kjv` and `bible-kjv-text`: after
 `sudo apt-get install bible-kjv bible-kjv-text` this script calls the `bible` program. Without it, but on a machine
 with apt, the two packages are downloaded and unpacked under `.data`, which needs no root. Elsewhere, give
 `--text FILE`, one verse a line behind its reference: `Ge1:1 In the beginning God created the heaven and the earth.`
 
-Both models learn passages of up to four verses. GPT-2 reads them as one stream. T5 reads the beginning of a passage
-in the encoder and writes the rest in the decoder. The aim is to know the text by heart, so that the next token is
-rarely a close call; one chapter in fifty is held out, and its loss is reported beside that of the training text.
+All models learn passages of up to four verses. GPT-2 and Llama read them as one stream. T5 reads the beginning of a
+passage in the encoder and writes the rest in the decoder. The aim is to know the text by heart, so that the next token
+is rarely a close call; one chapter in fifty is held out, and its loss is reported beside that of the training text.
 """
 
 import argparse
@@ -32,6 +32,8 @@ from tqdm import tqdm
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     T5Config,
@@ -118,7 +120,7 @@ def train_tokenizer(chapters: list[list[str]], special_tokens: list[str]) -> Tok
     return tokenizer
 
 
-def gpt2_tokenizer(chapters: list[list[str]]) -> PreTrainedTokenizerFast:
+def causal_tokenizer(chapters: list[list[str]]) -> PreTrainedTokenizerFast:
     """GPT-2's conventions: `<|endoftext|>` begins and ends, nothing is added to a prompt; pads on the left."""
     end, pad = "<|endoftext|>", "<|pad|>"
     return PreTrainedTokenizerFast(
@@ -167,6 +169,24 @@ def gpt2_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
         pad_token_id=tokenizer.pad_token_id,
     )
     return GPT2LMHeadModel(config)
+
+
+def llama_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """4 layers of 256 in 4 heads, 2 of keys and values, positions up to `CONTEXT`, tied embeddings."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=CONTEXT,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
 
 
 def t5_model(tokenizer: PreTrainedTokenizerFast) -> T5ForConditionalGeneration:
@@ -246,7 +266,7 @@ Batch = dict[str, Tensor]
 
 
 def sample_windows(corpus: Corpus, batch_size: int, model: PreTrainedModel, generator: torch.Generator) -> Batch:
-    """GPT-2's batch: windows [batch_size, CONTEXT] of the stream, taken as a ring, each from the start of a verse.
+    """Batch of GPT-2 and Llama: windows [batch_size, CONTEXT] of the stream, a ring, each from the start of a verse.
 
     Position 0 returns at every passage and at every second verse or so. transformers keeps tokens from attending across
     such a return, so the model sees texts that begin at any verse, as prompts do, and learns to go on after few words.
@@ -307,7 +327,8 @@ class Recipe:
 
 
 RECIPES = {
-    "gpt2": Recipe("gpt2-kjv", gpt2_tokenizer, gpt2_model, sample_windows, 2500, 128, 2e-3, autocast=True),
+    "gpt2": Recipe("gpt2-kjv", causal_tokenizer, gpt2_model, sample_windows, 2500, 128, 2e-3, autocast=True),
+    "llama": Recipe("llama-kjv", causal_tokenizer, llama_model, sample_windows, 2000, 128, 2e-3, autocast=True),
     # In bfloat16 autocast, at a rate of 2e-3, its loss became NaN within 500 steps (torch 2.11, H200).
     "t5": Recipe("t5-kjv", t5_tokenizer, t5_model, sample_continuations, 7000, 192, 1.5e-3, autocast=False),
 }
@@ -419,7 +440,7 @@ def train(name: str, chapters: list[list[str]], args: argparse.Namespace) -> Non
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=[*RECIPES, "both"], default="both")
+    parser.add_argument("--model", choices=[*RECIPES, "all"], default="all")
     parser.add_argument(
         "--text", type=Path, help="one verse a line, as `bible -f` prints it (default: fetched into .data)"
     )
@@ -437,7 +458,7 @@ def main(arguments: list[str] | None = None) -> None:
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        for name in RECIPES if args.model == "both" else [args.model]:
+        for name in RECIPES if args.model == "all" else [args.model]:
             train(name, chapters, args)
     finally:
         torch.set_float32_matmul_precision(precision)

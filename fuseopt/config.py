@@ -100,13 +100,14 @@ class GenerationOptions:
     Attributes:
         enable: False leaves `generate()` unchanged.
         max_batch: calls with more rows (batch x num_return_sequences) run by transformers.
-        max_length: calls that need a longer key-value cache, in tokens, run by transformers.
+        max_length: calls that need a longer key-value cache, in tokens, run by transformers; None for no limit but the
+            model's.
         max_graphs: number of captured steps kept, and on a GPU twice as many prompts. 0 captures none.
     """
 
     enable: bool = True
     max_batch: int = 256
-    max_length: int = 4096
+    max_length: int | None = None
     max_graphs: int = 8
 
 
@@ -239,10 +240,11 @@ def _merged(preset: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, 
 def _generation(block: Mapping[str, Any]) -> GenerationOptions:
     check_keys("generation", block, tuple(GenerationOptions.__dataclass_fields__))
     default = GenerationOptions()
+    length = block.get("max_length", default.max_length)
     return GenerationOptions(
         enable=boolean("generation.enable", block.get("enable", default.enable)),
         max_batch=count("generation.max_batch", block.get("max_batch", default.max_batch), 1),
-        max_length=count("generation.max_length", block.get("max_length", default.max_length), 1),
+        max_length=None if length is None else count("generation.max_length", length, 1),
         max_graphs=count("generation.max_graphs", block.get("max_graphs", default.max_graphs), 0),
     )
 

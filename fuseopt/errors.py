@@ -48,7 +48,7 @@ class NativeBuildError(FuseoptError, RuntimeError):
 
 
 class CompileError(FuseoptError, RuntimeError):
-    """A model's training step could not be compiled; the message says how to train without."""
+    """Code could not be compiled; for a model's training step the message says how to train without."""
 
 
 class _Short(reprlib.Repr):

@@ -119,6 +119,9 @@ def add_tutorial(parser: Any) -> None:
 def add_generate(parser: Any) -> None:
     """Options of `generate` and `kernels`."""
     add_models(parser, "a table of GPT-2 and T5 models; the sizes below need a model")
+    parser.add_argument(
+        "--families", action="store_true", help="one row for each family with a decode step, instead of --model"
+    )
     parser.add_argument("--batch", nargs="+", type=positive, metavar="ROWS", help="prompts per call; default: 1")
     for option, metavar, what in (
         ("--prompt", "TOKENS", "tokens per prompt; default: 128"),

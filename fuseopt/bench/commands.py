@@ -31,7 +31,7 @@ def add_benchmarks(commands: Any) -> None:
     benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     generation = functools.partial(command_options.add_configs, default="without and with the decode loop")
     training = functools.partial(command_options.add_configs, default="the preset training")
-    table = functools.partial(command_options.add_models, default="a table of GPT-2 and T5 models")
+    table = functools.partial(command_options.add_models, default="a table of GPT-2, T5 and Llama models")
     sized: tuple[_Add, ...] = (table, command_options.add_batches, command_options.add_length)
     step: tuple[_Add, ...] = (command_options.add_training, command_options.add_compile, training)
     described: tuple[tuple[str, str, Callable[..., Any], tuple[_Add, ...]], ...] = (
@@ -171,7 +171,7 @@ def _bench_kernels(arguments: argparse.Namespace) -> int:
 
 def _generate_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Rows, dtype and configs of `bench generate` and `bench kernels`."""
-    from fuseopt.bench.suites.generate import Row
+    from fuseopt.bench.harness.generate_rows import FAMILY_ROWS, Row
 
     given = {
         name: value
@@ -187,8 +187,11 @@ def _generate_options(arguments: argparse.Namespace) -> dict[str, Any]:
     sizes: dict[str, Any] = {name: given[name] for name in (*_SIZES, "eos") if name in given}
     if arguments.sample:
         sizes["sampling"] = sampling
+    if arguments.families and arguments.model:
+        raise ConfigError("--families: has its own models; leave out --model")
+    named = [Row(model, batch, **sizes) for model in arguments.model for batch in arguments.batch or [1]]
     return {
-        "rows": [Row(model, batch, **sizes) for model in arguments.model for batch in arguments.batch or [1]],
+        "rows": FAMILY_ROWS if arguments.families else named,
         "dtype": arguments.dtype and getattr(torch, arguments.dtype),
         "configs": _configs(arguments.config) or None,
     }

@@ -19,6 +19,7 @@ from fuseopt.blocks.inference_blocks import (
     HALVES,
     InferenceForward,
     StackForward,
+    additive_mask,
 )
 from fuseopt.blocks.stack_runner import BlockInputs, StackRunner
 from fuseopt.modules.base import full_name, source_class
@@ -79,12 +80,7 @@ class GPT2InferenceForward(InferenceForward):
         return self._is_plain(hidden_states) and self.block.attn.config._attn_implementation == "sdpa"
 
     def shared(self, hidden_states: Tensor, inputs: BlockInputs, constants: None) -> Tensor | None:
-        """The mask as numbers that attention adds to its scores, or None."""
-        mask = inputs.mask
-        if mask is None or mask.dtype is not torch.bool:
-            return mask
-        # PyTorch would convert a boolean mask in every layer.
-        return hidden_states.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+        return additive_mask(hidden_states, inputs.mask)
 
     def _is_plain(  # type: ignore[override]
         self,

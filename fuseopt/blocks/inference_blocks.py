@@ -124,6 +124,14 @@ class InferenceForward(BlockForward):
         )
 
 
+def additive_mask(hidden_states: Tensor, mask: Tensor | None) -> Tensor | None:
+    """The mask as numbers in the dtype of `hidden_states` that attention adds to its scores, or None."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    # PyTorch would convert a boolean mask in every layer.
+    return hidden_states.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+
+
 class StackForward:
     """Forward of a stack whose blocks a `StackRunner` runs; the class's own forward does the rest.
 

@@ -24,11 +24,14 @@ class BlockInputs(NamedTuple):
         mask: attention mask over the block's own keys.
         encoded: [batch, keys, hidden], the encoder's output, which cross-attention reads.
         encoded_mask: attention mask over `encoded`.
+        cos, sin: [batch or 1, length, rotary], rotation of each position.
     """
 
     mask: Tensor | None = None
     encoded: Tensor | None = None
     encoded_mask: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
 
 
 class RunnableBlock(Protocol):

@@ -275,7 +275,7 @@ def _as_bool_mask(mask: Tensor | None) -> Tensor | None:
 
 def _has_valid_shapes(hidden: Tensor, inputs: BlockInputs) -> bool:
     """Whether masks and `encoded` have the shapes that blocks support, and `encoded` the dtype of `hidden`."""
-    mask, encoded, encoded_mask = inputs
+    mask, encoded, encoded_mask = inputs.mask, inputs.encoded, inputs.encoded_mask
     if hidden.dim() != 3 or len(hidden) == 0 or (mask is not None and mask.shape != hidden.shape[:2]):
         return False
     if encoded is None:

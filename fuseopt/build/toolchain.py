@@ -52,7 +52,7 @@ class Recipe:
     """What one shared library is made from, and by which commands.
 
     Attributes:
-        sources: the files to compile, longest compilation first.
+        sources: the files to compile.
         compile_commands: compile command by suffix of the source; `-c SOURCE -o OBJECT` is appended.
         link_command, link_libraries: link command; objects and `-o LIBRARY` go between the two.
         key: hash of sources, headers, flags, compiler versions and torch's minor version. Patch releases of torch
@@ -68,11 +68,19 @@ class Recipe:
     key: str
     stub: str | None = None
 
-    @property
+    @functools.cached_property
     def units(self) -> tuple[tuple[Path, ...], ...]:
         """The sources in compile order; those of one tuple are compiled as one file."""
-        bindings = tuple(source for source in self.sources if source.name.endswith(_BINDING_SUFFIX))
-        others = [source for source in self.sources if source not in bindings]
+
+        # Longest first: a long file started last would be compiled alone at the end.
+        def order(path: Path) -> tuple[bool, int, str]:
+            # Kernels are in headers: a source of 8 lines can include thousands of lines.
+            size = sum(file.stat().st_size for file in with_headers(path))
+            return path.name not in MANY_KERNELS, -size, path.name
+
+        sources = sorted(self.sources, key=order)
+        bindings = tuple(source for source in sources if source.name.endswith(_BINDING_SUFFIX))
+        others = [source for source in sources if source not in bindings]
         count = min(len(others), _UNITS_A_PROCESSOR * (os.cpu_count() or 1))
         # Sources are dealt out in turn, so that no unit gets all of the longest.
         units = [tuple(others[first::count]) for first in range(count)]
@@ -241,14 +249,7 @@ def _sources(kind: str) -> tuple[Path, ...]:
     sources = [path for path in (CSRC / kind).rglob("*") if path.suffix in (".cpp", ".cu")]
     if not sources:
         raise ToolchainError(f"there are no sources in {CSRC / kind}")
-
-    # Longest first: a long file started last would be compiled alone at the end.
-    def order(path: Path) -> tuple[bool, int, str]:
-        # Kernels are in headers: a source of 8 lines can include thousands of lines.
-        size = sum(file.stat().st_size for file in with_headers(path))
-        return path.name not in MANY_KERNELS, -size, path.name
-
-    return tuple(sorted(sources, key=order))
+    return tuple(sorted(sources))
 
 
 def with_headers(source: Path) -> set[Path]:

@@ -8,9 +8,9 @@ import hashlib
 import importlib.util
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -19,12 +19,16 @@ from torch import Tensor
 from fuseopt.extend.expression import Node, derivatives, parse
 from fuseopt.extend.written_expression import TRITON, written_lines
 from fuseopt.ops.triton.elementwise import NUM_WARPS, PROGRAM_ELEMENTS
+from fuseopt.ops.triton.launch import Launch
 from fuseopt.ops.triton.rms_norm import column_sum_kernel
 from fuseopt.ops.triton.rows import multiprocessor_count
 
 # Programs a multiprocessor of a backward that sums over rows: enough to hide the latency of memory.
 _PROGRAMS_A_MULTIPROCESSOR = 8
 _FULL, _SUMMED = 1, 2
+_KINDS_OF_CALLS = 1024  # that an expression keeps
+
+_Call = TypeVar("_Call")
 
 _HEADER = """import triton
 import triton.language as tl
@@ -40,7 +44,7 @@ class Places(NamedTuple):
 
     Attributes:
         shape: the broadcast shape.
-        tensors: the tensors, some of them copied.
+        tensors: the tensors; where `is_copied`, contiguous copies in the broadcast shape.
         strides: (row stride, column stride) of each; 0 where it broadcasts.
         rows, columns: the matrix; its columns are the last `column_dims` dimensions of the shape.
     """
@@ -51,19 +55,20 @@ class Places(NamedTuple):
     rows: int
     columns: int
     column_dims: int
+    is_copied: bool
 
 
 def places_of(tensors: Sequence[Tensor]) -> Places:
-    """The tensors as matrices; those that no two strides describe are copied."""
+    """The tensors as matrices. Where no two strides describe them, all are copied."""
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     expanded = [tensor.expand(shape) for tensor in tensors]
     found = _matrix(shape, expanded)
+    is_copied = found is None
     if found is None:
         expanded = [tensor.contiguous() for tensor in expanded]
         found = _matrix(shape, expanded)
         assert found is not None
-    strides, rows, columns, column_dims = found
-    return Places(shape, expanded, strides, rows, columns, column_dims)
+    return Places(shape, expanded, *found, is_copied)
 
 
 def _matrix(shape: torch.Size, tensors: Sequence[Tensor]) -> tuple[list[tuple[int, int]], int, int, int] | None:
@@ -107,11 +112,11 @@ def sources(expression: str, tensors: Sequence[str], scalars: Sequence[str]) -> 
     }
 
 
-def _parameters(tensors: int, scalars: int) -> list[str]:
-    """Pointers, row and column strides in elements, and scalars."""
-    pointers = [f"x{i}_ptr" for i in range(tensors)]
+def _parameters(pointers: Sequence[str], tensors: int, scalars: int) -> list[str]:
+    """Pointers, the matrix, row and column strides in elements, and scalars: the order that `Launch` wants."""
     return [
-        *pointers,
+        *(f"{name}_ptr" for name in pointers),
+        *("rows", "columns", "column_tiles"),
         *(f"x{i}_{part}" for i in range(tensors) for part in ("row", "column")),
         *(f"s{i}" for i in range(scalars)),
     ]
@@ -124,7 +129,7 @@ def _load(i: int, column: str = "column", mask: str = "mask") -> str:
 
 def _forward_source(tree: Node, held: Mapping[str, str], tensors: int, scalars: int) -> str:
     lines, (result,) = written_lines([tree], held, TRITON)
-    parameters = ["output_ptr", "rows", "columns", "column_tiles", *_parameters(tensors, scalars)]
+    parameters = _parameters(["output", *(f"x{i}" for i in range(tensors))], tensors, scalars)
     body = [
         "tile = tl.program_id(0)",
         "row, column, mask = tile_places("
@@ -138,8 +143,8 @@ def _forward_source(tree: Node, held: Mapping[str, str], tensors: int, scalars: 
 
 def _backward_source(slopes: Sequence[Node], held: Mapping[str, str], tensors: int, scalars: int) -> str:
     lines, results = written_lines(slopes, held, TRITON)
-    grads = [f"g{i}_ptr" for i in range(tensors)]
-    parameters = ["grad_ptr", "rows", "columns", "column_tiles", *_parameters(tensors, scalars), *grads]
+    pointers = [f"{kind}{i}" for kind in ("x", "g") for i in range(tensors)]
+    parameters = _parameters(["grad", *pointers], tensors, scalars)
     body = [
         "share, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles",
         "row_tiles, shares = tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0) // column_tiles",
@@ -189,51 +194,91 @@ def _function(name: str, parameters: Sequence[str], constants: Sequence[str], bo
     return "\n".join(lines) + "\n"
 
 
-class Kernels(NamedTuple):
+class Kernels:
     """The kernels of one expression, and how they are launched."""
 
-    forward_kernel: Any
-    backward_kernel: Any
+    def __init__(self, forward_kernel: Any, backward_kernel: Any) -> None:
+        self._forward_kernel, self._backward_kernel = forward_kernel, backward_kernel
+        # What calls with tensors of the same shapes, strides and dtypes share.
+        self._forwards: dict[Any, _Forward] = {}
+        self._backwards: dict[Any, _Backward] = {}
 
     def forward(self, tensors: Sequence[Tensor], scalars: Sequence[float]) -> Tensor:
         """The expression; contiguous, in the tensors' promoted dtype."""
-        at = places_of(tensors)
-        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-        output = torch.empty(at.shape, dtype=dtype, device=tensors[0].device)
-        if output.numel():
-            rows, columns, block = _tiles(at, dtype)
-            with torch.cuda.device_of(output):
-                self.forward_kernel[(rows * columns,)](
-                    output, at.rows, at.columns, columns, *at.tensors, *_flat(at), *map(float, scalars), **block
-                )
-        return output
+        call = _found(self._forwards, _key(tensors), lambda: _Forward(self._forward_kernel, tensors))
+        return call(tensors, scalars)
 
     def backward(
         self, tensors: Sequence[Tensor], scalars: Sequence[float], grad_output: Tensor, reduce_grad: bool
     ) -> list[Tensor]:
         """The gradient of each tensor, in its shape and dtype. The same inputs give the same bits."""
+        key = (*_key(tensors), grad_output.dtype, reduce_grad)
+        make = functools.partial(_Backward, self._backward_kernel, tensors, grad_output, reduce_grad)
+        return _found(self._backwards, key, make)(tensors, scalars, grad_output)
+
+
+def _key(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    return tensors[0].device, *[(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
+
+
+def _found(known: dict[Any, _Call], key: Any, make: Callable[[], _Call]) -> _Call:
+    call = known.get(key)
+    if call is None:
+        if len(known) == _KINDS_OF_CALLS:
+            known.clear()  # shapes without end: kept calls would only take memory
+        call = known[key] = make()
+    return call
+
+
+class _Forward:
+    """Forwards of tensors of one shape, layout and dtype each."""
+
+    def __init__(self, kernel: Any, tensors: Sequence[Tensor]) -> None:
         at = places_of(tensors)
+        self._shape, self._is_copied = at.shape, at.is_copied
+        self._dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+        rows, columns, constants = _tiles(at, self._dtype)
+        self._launch = Launch(kernel, (rows * columns,), (at.rows, at.columns, columns, *_flat(at)), constants)
+
+    def __call__(self, tensors: Sequence[Tensor], scalars: Sequence[float]) -> Tensor:
+        output = torch.empty(self._shape, dtype=self._dtype, device=tensors[0].device)
+        if output.numel():
+            if self._is_copied:
+                tensors = places_of(tensors).tensors
+            with torch.cuda.device_of(output):
+                self._launch(output, *tensors, floats=[*map(float, scalars)])
+        return output
+
+
+class _Backward:
+    """Backwards of tensors of one shape, layout and dtype each."""
+
+    def __init__(self, kernel: Any, tensors: Sequence[Tensor], grad_output: Tensor, reduce_grad: bool) -> None:
+        at = self._at = places_of(tensors)._replace(tensors=[])
+        rows, columns, constants = _tiles(at, grad_output.dtype)
+        self._kinds = [_SUMMED if reduce_grad and at.rows > 1 and _is_one_row(t, at) else _FULL for t in tensors]
+        self._shares = rows
+        if _SUMMED in self._kinds:
+            programs = _PROGRAMS_A_MULTIPROCESSOR * multiprocessor_count(grad_output.device)
+            self._shares = min(rows, max(programs // max(columns, 1), 1))
+        constants |= {f"KIND{place}": kind for place, kind in enumerate(self._kinds)}
+        self._launch = Launch(kernel, (self._shares * columns,), (at.rows, at.columns, columns, *_flat(at)), constants)
+
+    def __call__(self, tensors: Sequence[Tensor], scalars: Sequence[float], grad_output: Tensor) -> list[Tensor]:
         if grad_output.numel() == 0:
             return [torch.zeros_like(tensor) for tensor in tensors]
-        rows, columns, block = _tiles(at, grad_output.dtype)
-        kinds = [_SUMMED if reduce_grad and at.rows > 1 and _is_one_row(t, at) else _FULL for t in tensors]
-        shares = rows
-        if _SUMMED in kinds:
-            programs = _PROGRAMS_A_MULTIPROCESSOR * multiprocessor_count(grad_output.device)
-            shares = min(rows, max(programs // columns, 1))
-        grads = [self._room(tensor, kind, shares, at) for tensor, kind in zip(tensors, kinds, strict=True)]
+        at = self._at
+        grads = [self._room(tensor, kind) for tensor, kind in zip(tensors, self._kinds, strict=True)]
+        inputs = places_of(tensors).tensors if at.is_copied else tensors
         with torch.cuda.device_of(grad_output):
-            self.backward_kernel[(shares * columns,)](
-                grad_output.contiguous(), at.rows, at.columns, columns, *at.tensors, *_flat(at),
-                *map(float, scalars), *grads, *kinds, **block,
-            )  # fmt: skip
-            return [_reduced(*each, at) for each in zip(grads, kinds, tensors, strict=True)]
+            self._launch(grad_output.contiguous(), *inputs, *grads, floats=[*map(float, scalars)])
+            return [_reduced(*each, at) for each in zip(grads, self._kinds, tensors, strict=True)]
 
-    def _room(self, tensor: Tensor, kind: int, shares: int, at: Places) -> Tensor:
+    def _room(self, tensor: Tensor, kind: int) -> Tensor:
         if kind == _SUMMED:
-            return tensor.new_empty((shares, at.columns), dtype=torch.float32)
-        is_whole = tensor.shape == at.shape
-        return tensor.new_empty(at.shape, dtype=tensor.dtype if is_whole else torch.float32)
+            return tensor.new_empty((self._shares, self._at.columns), dtype=torch.float32)
+        is_whole = tensor.shape == self._at.shape
+        return tensor.new_empty(self._at.shape, dtype=tensor.dtype if is_whole else torch.float32)
 
 
 def _is_one_row(tensor: Tensor, at: Places) -> bool:
@@ -260,7 +305,7 @@ def _flat(at: Places) -> list[int]:
 
 def _tiles(at: Places, dtype: torch.dtype) -> tuple[int, int, dict[str, int]]:
     """(tiles of rows, tiles of columns, the constants of kernels for results of `dtype`)."""
-    block_columns = min(triton.next_power_of_2(at.columns), PROGRAM_ELEMENTS)
+    block_columns = min(triton.next_power_of_2(max(at.columns, 1)), PROGRAM_ELEMENTS)
     block_rows = PROGRAM_ELEMENTS // block_columns
     constants = {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns, "num_warps": NUM_WARPS}
     constants["IS_HALF"] = dtype.itemsize == 2

@@ -12,9 +12,8 @@ import threading
 import weakref
 from collections import deque
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
@@ -23,7 +22,7 @@ from fuseopt.generation import tiers
 from fuseopt.generation.engine.decode_run import DecodeRun
 from fuseopt.generation.engine.device_constants import DeviceConstantCache
 from fuseopt.generation.engine.device_loop import DeviceLoop
-from fuseopt.generation.engine.graphs import StepGraphs, StepWork
+from fuseopt.generation.engine.graphs import StepGraphs
 from fuseopt.generation.engine.layers import has_kernel
 from fuseopt.generation.engine.state import DecodeState, Sizes
 from fuseopt.generation.engine.token_stream import TokenStream
@@ -31,12 +30,13 @@ from fuseopt.generation.families.step_interface import StepName, decode_step_cla
 from fuseopt.generation.hf.caching_proxy import CachingModelProxy
 from fuseopt.generation.hf.checked_step import CheckedStep, ModelChanged
 from fuseopt.generation.hf.step_proxy import StepModelProxy
-from fuseopt.generation.output import output_of, step_records
+from fuseopt.generation.output import Decoded, output_of, step_records
 from fuseopt.generation.prepared_call import PreparedCall
 from fuseopt.generation.prompt.call_outcomes import CallOutcome
 from fuseopt.generation.prompt.early_prefill import EarlyPrefill
 from fuseopt.generation.prompt.early_work import EarlyWork
 from fuseopt.generation.prompt.prefill import is_token_prompt, prefill, store_cache
+from fuseopt.generation.rollback import Rollback
 from fuseopt.generation.select import beam_selection
 from fuseopt.generation.select.device_processors import DeviceProcessor, chained, device_processor
 from fuseopt.generation.tiers import CallRecord, Tier
@@ -142,20 +142,7 @@ class FusedGenerate:
 
     def report_lines(self) -> tuple[str, ...]:
         """Tier and reason of the last calls, and what is kept on the device, for the report."""
-        graphs = self.graphs
-        size = f"{graphs.bytes / 2**20:.1f} MiB of static tensors"
-        kept = f"{graphs.steps} captured steps and {graphs.prompts} captured prompts, {size}"
-        return (*(f"generate(): {call}" for call in self.calls), f"generate(): {kept}")
-
-
-class _Decoded(NamedTuple):
-    """What a decode loop returns; `slots` and `cross_slots` are how many slots of the caches are filled."""
-
-    output: Any
-    work: StepWork
-    slots: int
-    cross_slots: int
-    note: str
+        return tuple(f"generate(): {line}" for line in (*self.calls, *self.graphs.report_lines()))
 
 
 class GenerateCall:
@@ -173,6 +160,7 @@ class GenerateCall:
 
     Attributes:
         early: what was done for the call before transformers; set by `prepare`.
+        rollback: for a decoding that runs out of memory.
         record: how the call was served.
         outcome: what the next call with such arguments may speculate on; None for nothing.
     """
@@ -180,6 +168,7 @@ class GenerateCall:
     # transformers inspects it twice a call.
     __signature__: inspect.Signature
     early: EarlyWork
+    rollback: Rollback
 
     def __init__(
         self, fused: FusedGenerate, model: nn.Module, arguments: dict[str, Any], extra: dict[str, Any]
@@ -263,14 +252,19 @@ class GenerateCall:
             reason = next(tiers.size_reasons(cached, sizes, step, *limits, positions), None)
             reason = reason or next(tiers.mask_reasons(cached, encoder_mask_is_known=is_known), None)
         if reason is None:
-            # 8. State: the static tensors of this size.
-            with graphs.in_stream_order(device):
-                try:
-                    state = self._state(sizes.rounded_up())
-                except torch.OutOfMemoryError:
-                    reason = f"there was no memory for a cache of {sizes.rows} rows and {sizes.capacity} slots"
-                else:
-                    return self._decode_in(state, cached)
+            self.rollback = Rollback(prepared, step.shape.device)
+            try:
+                # 8. State: the static tensors of this size.
+                with graphs.in_stream_order(device):
+                    return self._decode_in(self._state(sizes.rounded_up()), cached)
+            except (RuntimeError, MemoryError) as error:
+                if not self.rollback.undoes(error):
+                    raise
+            # Outside the handler, since the error references the static tensors.
+            reason = f"there was no memory for a cache of {sizes} ({step.shape.bytes_of(sizes) / 2**20:.1f} MiB)"
+            self.early, self.outcome = self.early._replace(prompt=None), None
+            graphs.clear()
+            prepared = self.rollback.undo()
         self.record = CallRecord(Tier.STOCK, reason)
         graphs.join(self.checked.step.shape.device)
         self.checked.confirm()
@@ -303,12 +297,13 @@ class GenerateCall:
         self.record = CallRecord(tier, reason or "", decoded.work.how, decoded.note)
         # 12. Cache: copied back to transformers' cache if anybody can read it.
         if (config.return_dict_in_generate and prepared.returns_cache) or prepared.has_user_cache:
-            store_cache(state, prepared.model_kwargs["past_key_values"], decoded.slots, decoded.cross_slots)
+            cache = prepared.model_kwargs["past_key_values"]
+            self.graphs.retried(lambda: store_cache(state, cache, decoded.slots, decoded.cross_slots))
         return decoded.output
 
     def _device_loop(
         self, state: DecodeState, prepared: PreparedCall, processors: tuple[DeviceProcessor, ...]
-    ) -> _Decoded:
+    ) -> Decoded:
         """Tier T0: processors and selection run inside the step."""
         graphs, config, (length, limit) = self.graphs, prepared.config, prepared.bounds
         records = step_records(config)
@@ -331,7 +326,7 @@ class GenerateCall:
         # 11. Loop: first steps, the model's check while the device runs them, then the others.
         stream = None
         if prepared.streamer is not None:
-            stream = TokenStream(prepared.streamer, state.ids, length, max_steps)
+            stream = self.rollback.stream = TokenStream(prepared.streamer, state.ids, length, max_steps)
         loop = DeviceLoop(graphs, run, *records, stream)
         loop.start()
         self.checked.confirm()
@@ -348,9 +343,9 @@ class GenerateCall:
             self.outcome = CallOutcome(self.early.is_unmasked)
         encodes = bool(self.model.config.is_encoder_decoder)
         output = output_of(prepared, state, steps, prefilled.slots, records, is_encoder_decoder=encodes)
-        return _Decoded(output, work, prefilled.slots + steps - 1, prefilled.cross_slots, prefilled.note or note)
+        return Decoded(output, work, prefilled.slots + steps - 1, prefilled.cross_slots, prefilled.note or note)
 
-    def _fast_forward(self, state: DecodeState, prepared: PreparedCall) -> _Decoded:
+    def _fast_forward(self, state: DecodeState, prepared: PreparedCall) -> Decoded:
         """Tier T1: transformers' decoding method, on a proxy of the model whose forward is the step."""
         work = self.graphs.step(self.checked.step, state, None)
         # 10. and 11.: the proxy's `_prefill`, then its call for each token.
@@ -362,11 +357,14 @@ class GenerateCall:
                 cache = prepared.model_kwargs["past_key_values"]
                 store_cache(state, cache, proxy.slots, proxy.prefilled.cross_slots)
             raise
+        finally:
+            # Processors and criteria of the caller's have seen tokens.
+            self.rollback.is_possible = not proxy.slots
         if proxy.prefilled.was_early:
             self.outcome = CallOutcome(self.early.is_unmasked)
         if not prepared.returns_cache and isinstance(output, ModelOutput):
             output = type(output)(**{**output, "past_key_values": None})
-        return _Decoded(output, work, proxy.slots, proxy.prefilled.cross_slots, proxy.note)
+        return Decoded(output, work, proxy.slots, proxy.prefilled.cross_slots, proxy.note)
 
     def _state(self, sizes: Sizes) -> DecodeState:
         early, step = self.early.prompt, self.checked.step

@@ -13,6 +13,7 @@ from transformers.generation.utils import (
     GenerateEncoderDecoderOutput,
 )
 
+from fuseopt.generation.engine.graphs import StepWork
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.prepared_call import PreparedCall
 from fuseopt.generation.select import beam_selection
@@ -24,6 +25,16 @@ _OUTPUTS: Mapping[tuple[bool, bool], Any] = {
     (True, False): GenerateEncoderDecoderOutput,
     (True, True): GenerateBeamEncoderDecoderOutput,
 }
+
+
+class Decoded(NamedTuple):
+    """What a decode loop returns; `slots` and `cross_slots` are how many slots of the caches are filled."""
+
+    output: Any
+    work: StepWork
+    slots: int
+    cross_slots: int
+    note: str
 
 
 class StepRecords(NamedTuple):

@@ -232,7 +232,7 @@ def size_reasons(
     sizes: Sizes,
     step: DecodeStep,
     max_batch: int,
-    max_length: int,
+    max_length: int | None,
     positions: Tensor | None = None,
 ) -> Iterator[str]:
     """Reasons for T2 in the sizes of a prepared call.
@@ -240,7 +240,7 @@ def size_reasons(
     Args:
         sizes: of `prepared`.
         step: the decode step.
-        max_batch, max_length: rows, and slots of the cache, up to which the fast tiers serve.
+        max_batch, max_length: rows, and slots of the cache, up to which the fast tiers serve; None for any number.
         positions: `position_ids` of the caller's, whose values are read; transformers' own are all within the cache.
     """
     longest, device = step.max_length, prepared.input_ids.device
@@ -248,7 +248,7 @@ def size_reasons(
         yield f"the inputs are on {device}, the model on {step.shape.device}"
     if sizes.rows > max_batch:
         yield f"{sizes.rows} rows are more than max_batch, {max_batch}"
-    if max(sizes.capacity, sizes.cross_capacity) > max_length:
+    if max_length is not None and max(sizes.capacity, sizes.cross_capacity) > max_length:
         yield f"{max(sizes.capacity, sizes.cross_capacity)} cache slots are more than max_length, {max_length}"
     if longest is not None and sizes.capacity > longest:
         yield f"{sizes.capacity} tokens are more than the model's {longest} positions"

@@ -6,6 +6,7 @@ from fuseopt.models.lm_heads import LM_HEADS
 from fuseopt.models.policy import ModelPolicy, Rule, modeling_name
 from fuseopt.models.rms_norms import RMS_NORMS
 from fuseopt.models.rotary_attentions import ROTARY_ATTENTIONS
+from fuseopt.modules.children import llama_children
 
 _ACTIVATIONS = "transformers.activations"
 
@@ -61,6 +62,18 @@ COMMON = ModelPolicy(
             "fuseopt.blocks.causal_attention.CausalStackForward",
             {"attention": modeling_name(f"{name}Attention")},
         )
+        for name in _CAUSAL
+    ),
+    inference_blocks=tuple(
+        Rule(
+            modeling_name(f"{name}DecoderLayer"),
+            "fuseopt.blocks.llama_inference.LlamaInferenceForward",
+            {"children": llama_children(modeling_name(name))},
+        )
+        for name in _CAUSAL
+    ),
+    stacks=tuple(
+        Rule(modeling_name(f"{name}Model"), "fuseopt.blocks.llama_inference.LlamaStackForward", {"blocks": "layers"})
         for name in _CAUSAL
     ),
     heads=LM_HEADS,

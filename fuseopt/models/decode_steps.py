@@ -8,6 +8,7 @@ from fuseopt.models.policy import modeling_name
 _FAMILIES = "fuseopt.generation.families"
 # model type -> prefix of its classes and of its step, whose module has the model type's name.
 _CAUSAL = {
+    "cohere": "Cohere",
     "gemma": "Gemma",
     "gpt_neox": "GPTNeoX",
     "gptj": "GPTJ",
@@ -38,6 +39,7 @@ DECODE_STEPS: Mapping[str, StepName] = {
         )
     },
     modeling_name("whisper.WhisperForConditionalGeneration"): f"{_FAMILIES}.whisper.WhisperStep",
+    modeling_name("olmo.OlmoForCausalLM"): f"{_FAMILIES}.olmo2.OlmoStep",
     modeling_name("gemma2.Gemma2ForCausalLM"): f"{_FAMILIES}.gemma.Gemma2Step",
     modeling_name("gemma3.Gemma3ForCausalLM"): f"{_FAMILIES}.gemma.Gemma3Step",
 }

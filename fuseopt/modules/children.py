@@ -126,6 +126,8 @@ OPT_CHILDREN: Children = {
         embed_positions=f"{_OPT}LearnedPositionalEmbedding",
         layers=MODULE_LIST,
         final_layer_norm=LAYER_NORM,
+        project_in=LINEAR,
+        project_out=LINEAR,
     )
     | {"layers.*": (f"{_OPT}DecoderLayer",)},
     f"{_OPT}DecoderLayer": _children(

@@ -22,6 +22,7 @@ CONSTANTS = (
     *("eps", "variance_epsilon", "scaling", "is_causal", "max_norm", "attention_scaling", "rope_type", "use_rope"),
     *("full_attention_attention_scaling", "sliding_attention_attention_scaling", "sliding_window", "scale_attn"),
     *("attn_logit_softcapping", "embed_scale", "embedding_multiplier", "do_layer_norm_before", "offset"),
+    "logit_scale",
 )
 """Plain attributes of modules that bypassing code reads."""
 
@@ -30,6 +31,7 @@ REDUNDANT = (
     *("is_decoder", "has_relative_attention_bias", "relative_attention_num_buckets", "num_key_value_groups"),
     *("num_key_value_heads", "head_size", "embed_dim", "num_attention_heads", "is_causal", "has_sliding_layers"),
     *("use_parallel_residual", "rotary_dim", "residual_multiplier", "qk_layernorm", "rotary_ndims"),
+    "use_qk_norm",
 )
 """Plain attributes that forwards read and bypassing code takes from elsewhere, such as from the shapes of weights."""
 

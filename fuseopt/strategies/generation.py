@@ -9,7 +9,7 @@ from torch import nn
 
 from fuseopt.build import loader
 from fuseopt.config import Config, GenerationOptions
-from fuseopt.generation.families.step_interface import StepName, registered_step
+from fuseopt.generation.families.step_interface import StepName, decode_step_class, registered_step
 from fuseopt.model_index import ModelIndex, Site
 from fuseopt.models import ModelPolicy, full_name
 from fuseopt.ops import registry
@@ -46,6 +46,8 @@ class GenerationStrategy:
             reason = f"no decode step is written for {model_class.__name__}"
         elif _METHOD in model.__dict__:
             reason = f"{_METHOD} has been set on the instance"
+        else:
+            reason = "; ".join(decode_step_class(step).not_supported_reasons(model)) or None
         context = ProposalContext(index, policy, _REQUEST, self.name, choice=BackendChoice(libraries=_libraries(index)))
         if step is None or reason is not None:
             yield context.skip(sites, model_class.__name__, _TARGET, reason or "")

@@ -94,6 +94,7 @@ def test_triton_kernels_in_the_interpreter(example):
 
 
 @pytest.mark.interpreter
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["loss", "loss_and_gradient"])
 def test_triton_kernels_pass_check(example, op):
     report = fuseopt.check(getattr(example["giou_ops"], op), device="cpu")

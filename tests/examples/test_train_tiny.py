@@ -82,11 +82,12 @@ def test_held_out_chapters_are_not_trained_on():
     assert training == [chapter for chapter in chapters if chapter not in held_out]
 
 
-def test_windows_restart_only_where_a_verse_begins_and_do_not_look_across(chapters):
-    tokenizer = train_tiny.gpt2_tokenizer(chapters)
+@pytest.mark.parametrize("make", [train_tiny.gpt2_model, train_tiny.llama_model])
+def test_windows_restart_only_where_a_verse_begins_and_do_not_look_across(chapters, make):
+    tokenizer = train_tiny.causal_tokenizer(chapters)
     corpus = train_tiny.build_corpus(chapters, tokenizer, torch.device("cpu"))
     torch.manual_seed(0)
-    model = train_tiny.gpt2_model(tokenizer).eval()
+    model = make(tokenizer).eval()
     batch = train_tiny.sample_windows(corpus, 2, model, torch.Generator().manual_seed(0))
     window, position_ids = batch["input_ids"][0], batch["position_ids"][0]
 
@@ -121,13 +122,13 @@ def test_source_and_target_are_one_passage_cut_before_a_word(chapters):
 
 
 @pytest.mark.slow
-def test_trains_saves_and_loads_both_models(text, tmp_path, capsys):
+def test_trains_saves_and_loads_all_models(text, tmp_path, capsys):
     arguments = ["--text", str(text), "--out", str(tmp_path), "--device", "cpu", "--steps", "3", "--batch-size", "2"]
     precision = torch.get_float32_matmul_precision()
     train_tiny.main(arguments)
     assert torch.get_float32_matmul_precision() == precision
-    assert capsys.readouterr().out.count("[4 beams] In the beginning |") == 2
-    for folder in (tmp_path / "gpt2-kjv", tmp_path / "t5-kjv"):
+    assert capsys.readouterr().out.count("[4 beams] In the beginning |") == 3
+    for folder in (tmp_path / name for name in ("gpt2-kjv", "llama-kjv", "t5-kjv")):
         model, tokenizer = load(folder)
         assert model.dtype == torch.float32
         assert all(torch.equal(parameter, parameter.half().float()) for parameter in model.parameters())

@@ -68,7 +68,7 @@ def test_copies_pickles_and_saved_models_generate_the_same(family, tmp_path):
 
 
 def test_a_model_without_a_decode_step_differs_by_one_row():
-    model = tiny.decoder("olmo")
+    model = tiny.decoder("arcee")
     rows = fuseopt.plan(model).rows
     without = fuseopt.plan(model, {"preset": "inference", "generation": {"enable": False}}).rows
     (row,) = [row for row in rows if row.strategy == "generation"]

@@ -157,13 +157,17 @@ def test_the_decoding_ops_are_given_what_they_need(model, kwargs, monkeypatch, p
         ({"num_beams": 2}, {"beam_candidates": "edits log_softmax"}),
         ({"num_beams": 2, "output_scores": True}, {"edit_logits": "edits", "beam_candidates": ""}),
         ({"num_beams": 2, "remove_invalid_values": True}, {"edit_logits": "edits", "beam_candidates": "edits"}),
+        (
+            {"num_beams": 2, "do_sample": True, "top_k": 5, "typical_p": 0.9},
+            {"filter_scores": "edits top_k typical_p min_tokens"},
+        ),
     ],
     ids=str,
 )
 def test_where_processors_run(model, kwargs, expected, monkeypatch):
     """Each op that runs, and what it does beside its own work."""
     seen = {}
-    for name in ("edit_logits", "decode_select_", "decode_sample_", "beam_candidates"):
+    for name in ("edit_logits", "decode_select_", "decode_sample_", "beam_candidates", "filter_scores"):
         op = getattr(ops, name)
 
         def watched(*args, op=op, name=name, **kwargs):

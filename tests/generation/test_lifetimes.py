@@ -57,6 +57,10 @@ class Graphs(StepGraphs):
     def record(self, work, others, what):
         return ""
 
+    @staticmethod
+    def most_bytes(device):
+        return 1
+
 
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("forget", [StepGraphs.clear, lambda graphs: graphs.keep(2)], ids=["clear", "eviction"])

@@ -46,8 +46,8 @@ GENERATION = (
     Mutant(
         "max_length ignores the encoder's length",
         _TIERS,
-        "if max(sizes.capacity, sizes.cross_capacity) > max_length:",
-        "if sizes.capacity > max_length:",
+        "if max_length is not None and max(sizes.capacity, sizes.cross_capacity) > max_length:",
+        "if max_length is not None and sizes.capacity > max_length:",
         ("tests/generation/test_tiers.py::test_max_length_bounds_both_caches",),
     ),
     Mutant(

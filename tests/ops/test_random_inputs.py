@@ -7,11 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
+from fuseopt.ops import registry
 from fuseopt.ops.registry import SampleInput
 from tests.ops.cases import (
     DTYPES,
     Case,
+    functional_names,
     gradients,
     map_tensors,
     mean_error,
@@ -125,6 +128,21 @@ def test_long_rows_are_no_worse_than_the_reference(case: Case, columns: int, dty
 def test_few_rows_and_many(case: Case, rows: int, columns: int, dtype: torch.dtype) -> None:
     """A kernel may take the few another way than the many."""
     assert_no_worse_than_reference(case, with_rows(case.samples(dtype, requires_grad=True)[0], rows, columns))
+
+
+@pytest.mark.parametrize("name", functional_names())
+def test_resized_samples_keep_the_options(name: str) -> None:
+    """Else the tests above would call an op in ways that no user can."""
+    for sample in registry.get(name).sample_inputs(torch.device("cpu"), torch.float32, False):
+        values, structure = tree_flatten((sample.args, dict(sample.kwargs)))
+        found = resized(sample, {})
+        new_values, new_structure = tree_flatten((found.args, dict(found.kwargs)))
+        assert new_structure == structure
+        for value, new_value in zip(values, new_values, strict=True):
+            if isinstance(value, Tensor):
+                assert (new_value.shape, new_value.dtype) == (value.shape, value.dtype)
+            else:
+                assert new_value == value
 
 
 @pytest.mark.gpu

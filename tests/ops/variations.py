@@ -32,7 +32,7 @@ def resized(sample: SampleInput, sizes: Mapping[int, int]) -> SampleInput:
     """`sample` with each dimension of size s of every tensor, and of every tuple of sizes, brought to `sizes[s]`.
 
     Dimensions that had equal sizes keep equal ones; those of size 1, which broadcast, stay. Values are drawn from the
-    tensor's own, with some noise on floating point ones.
+    tensor's own, with some noise on floating point ones. Of a named tuple, which holds options, each field is resized.
     """
 
     def new_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -41,6 +41,8 @@ def resized(sample: SampleInput, sizes: Mapping[int, int]) -> SampleInput:
     def new_value(value: Any) -> Any:
         if isinstance(value, Tensor):
             return _redrawn(value, new_shape(value.shape))
+        if hasattr(value, "_fields"):
+            return value._make(map(new_value, value))
         return new_shape(value) if isinstance(value, tuple) else value
 
     kwargs = {name: new_value(value) for name, value in sample.kwargs.items()}

@@ -14,103 +14,12 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from fuseopt.bench.harness.sizes import ARCHITECTURES
 from fuseopt.errors import ConfigError
 
-_NO_ENDS: Mapping[str, Any] = {"bos_token_id": None, "eos_token_id": None}
-
-
-def _llama(width: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, **others: Any) -> dict[str, Any]:
-    """Sizes by the names of Llama's config."""
-    return {
-        "hidden_size": width,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        **others,
-    }
-
-
-def _llama3(factor: float) -> dict[str, Any]:
-    """The rotation of Llama 3.1 and 3.2."""
-    rotary = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    return {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_parameters": rotary}
-
-
-_QWEN: Mapping[str, Any] = {
-    "max_position_embeddings": 32768,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-}
-# Sizes are those of the original checkpoints' config.json files.
-ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "gpt2": ("gpt2", {}),
-    "gpt2-medium": ("gpt2", {"n_layer": 24, "n_embd": 1024, "n_head": 16}),
-    "gpt2-large": ("gpt2", {"n_layer": 36, "n_embd": 1280, "n_head": 20}),
-    "gpt2-xl": ("gpt2", {"n_layer": 48, "n_embd": 1600, "n_head": 25}),
-    "gpt2-tiny": ("gpt2", {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512, **_NO_ENDS}),
-    # As in examples/checkpoints.
-    "gpt2-kjv": (
-        "gpt2",
-        {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 256, "vocab_size": 4096, **_NO_ENDS},
-    ),
-    "t5-kjv": ("t5", {"d_model": 256, "d_ff": 768, "num_layers": 3, "num_heads": 4, "vocab_size": 4096}),
-    "t5-small": ("t5", {"d_model": 512, "d_ff": 2048, "num_layers": 6, "num_heads": 8}),
-    "t5-base": ("t5", {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12}),
-    "t5-large": ("t5", {"d_model": 1024, "d_ff": 4096, "num_layers": 24, "num_heads": 16}),
-    "t5-v1_1-base": (
-        "t5",
-        {
-            "d_model": 768,
-            "d_ff": 2048,
-            "num_layers": 12,
-            "num_heads": 12,
-            "feed_forward_proj": "gated-gelu",
-            "tie_word_embeddings": False,
-        },
-    ),
-    "llama-3.2-1b": (
-        "llama",
-        _llama(2048, 8192, 16, 32, 8, 128256, head_dim=64, tie_word_embeddings=True, **_llama3(32.0)),
-    ),
-    "llama-3.1-8b": ("llama", _llama(4096, 14336, 32, 32, 8, 128256, **_llama3(8.0))),
-    "smollm2-135m": (
-        "llama",
-        _llama(576, 1536, 30, 9, 3, 49152, max_position_embeddings=8192, tie_word_embeddings=True),
-    ),
-    "llama-tiny": (
-        "llama",
-        _llama(64, 128, 2, 4, 2, 512, max_position_embeddings=256, tie_word_embeddings=True, **_NO_ENDS),
-    ),
-    "qwen2.5-0.5b": ("qwen2", _llama(896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True, **_QWEN)),
-    "qwen3-0.6b": ("qwen3", _llama(1024, 3072, 28, 16, 8, 151936, head_dim=128, tie_word_embeddings=True, **_QWEN)),
-    "gemma-3-1b": ("gemma3_text", _llama(1152, 6912, 26, 4, 1, 262144, head_dim=256, sliding_window=512)),
-    "pythia-410m": (
-        "gpt_neox",
-        {
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "vocab_size": 50304,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-        },
-    ),
-    "opt-125m": ("opt", {}),
-    "t5-tiny": ("t5", {"d_model": 64, "d_ff": 128, "d_kv": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 512}),
-}
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _MODEL_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {"t5": {"decoder_start_token_id": 0}}
-
-
 # Names of dropout rates in the configs of the families.
 _DROPOUT_RATES = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout_rate", "attention_dropout", "hidden_dropout")
 

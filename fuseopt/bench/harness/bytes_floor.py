@@ -11,7 +11,11 @@ from torch import nn
 from fuseopt.runtime.timer import time_in_turns, work_seconds
 
 # Decoder layers that run once per call, over the encoder's output.
-_ONCE_A_CALL = ("EncDecAttention.k", "EncDecAttention.v")
+_ONCE_A_CALL = tuple(
+    f"{attention}.{part}"
+    for attention, parts in (("EncDecAttention", "kv"), ("encoder_attn", ("k_proj", "v_proj")))
+    for part in parts
+)
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -32,13 +36,13 @@ def cache_bytes(model: nn.Module, batch: int, beams: int, prompt: int, new: int)
     Args:
         prompt: tokens per row. All beams share the keys and values of an encoder's prompt.
     """
-    config = model.config
-    layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
+    config = model.config.get_text_config(decoder=True)
+    layers = config.num_hidden_layers
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = config.hidden_size // config.num_attention_heads
     head_dim = getattr(config, "d_kv", None) or getattr(config, "head_dim", None) or width
     own, shared = batch * beams * new // 2, batch * prompt
-    tokens = own + (shared if config.is_encoder_decoder else shared * beams)
+    tokens = own + (shared if model.config.is_encoder_decoder else shared * beams)
     return 2 * layers * heads * head_dim * model.dtype.itemsize * tokens
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fuseopt.bench.harness.architectures import load_config
-from fuseopt.bench.harness.workloads import Work, beams_name, dtype_name, generate, random_tokens
+from fuseopt.bench.harness.workloads import Work, beams_name, dtype_name, generate, random_features, random_tokens
 
 GENERATION = {"generation": {"enable": True}}
 NO_GENERATION = {"preset": "inference", "generation": {"enable": False}}
@@ -23,7 +23,8 @@ class Row:
     Attributes:
         model: an architecture by name, a folder with a config.json, or a model id; weights are random.
         batch: prompts.
-        prompt: tokens per prompt; for a T5, tokens of the encoder's input.
+        prompt: tokens per prompt; with an encoder, positions of its input, which are the audio frames halved for
+            Whisper.
         new: tokens generated per prompt.
         beams: number of beams; 1 means greedy or sampled decoding.
         ngram: `no_repeat_ngram_size`; 0 means no ban.
@@ -64,10 +65,14 @@ class Row:
         options: dict[str, Any] = {"num_beams": self.beams, "do_sample": self.sampling is not None}
         if self.ngram:
             options["no_repeat_ngram_size"] = self.ngram
-        vocabulary = load_config(self.model).vocab_size
+        config = load_config(self.model)
         if self.eos:
-            options["eos_token_id"] = vocabulary - 1
-        prompts = random_tokens(device, vocabulary, self.batch, self.prompt)
+            options["eos_token_id"] = config.vocab_size - 1
+        if hasattr(config, "num_mel_bins"):
+            # The encoder halves the number of frames.
+            prompts = random_features(device, self.batch, config.num_mel_bins, 2 * self.prompt)
+        else:
+            prompts = random_tokens(device, config.vocab_size, self.batch, self.prompt)
         return generate(prompts, max_new_tokens=new, **{**options, **(self.sampling or {}), **others})
 
 
@@ -94,4 +99,21 @@ GPU_ROWS = (
     Row("t5-base", 256, prompt=1, new=19, ngram=3),
     *_DEFAULTS,
 )
+FAMILY_ROWS = (
+    *(
+        Row(model, 1, new=64)
+        for model in (
+            *("llama-3.2-1b", "qwen3-0.6b", "qwen2.5-0.5b", "gemma-3-1b", "smollm2-360m", "pythia-410m"),
+            *("opt-125m", "opt-350m", "olmo-1b", "olmo2-1b", "stablelm-2-1.6b", "granite-3-2b", "gemma-2b"),
+            *("gemma-2-2b", "smollm3-3b", "phi-3-mini"),
+            *("mistral-7b-6-layers", "gpt-j-6b-4-layers", "aya-expanse-8b-4-layers"),
+            *("bart-base", "mbart-large", "pegasus-large", "opus-mt", "mt5-base", "umt5-base"),
+        )
+    ),
+    Row("whisper-small", 1, prompt=1500, new=64),
+)
+"""A row for each family whose decode step is not GPT-2's or T5's, at the smallest size of a checkpoint that is typical.
+
+Mistral, GPT-J and Cohere have no small checkpoint: their rows have the first layers of the smallest.
+"""
 CPU_ROWS = (Row("gpt2", 1, prompt=32, new=8), Row("t5-base", 1, prompt=32, new=8))

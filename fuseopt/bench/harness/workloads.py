@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import signal
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Set
@@ -20,7 +21,7 @@ from fuseopt import apply
 from fuseopt.bench.harness import progress
 from fuseopt.bench.harness.records import FAILED, STOCK
 from fuseopt.build import loader
-from fuseopt.errors import ConfigError
+from fuseopt.errors import CompileError, ConfigError
 from fuseopt.ops import registry
 from fuseopt.runtime.timer import Call
 
@@ -182,14 +183,41 @@ def compiled(work: Work) -> Work:
     return compiled_work
 
 
-def generate(input_ids: Tensor, **kwargs: Any) -> Work:
-    """Work: the tokens of a `generate()` call on prompts without padding; sampling uses the same seed in every call."""
+def limited(work: Work, seconds: float) -> Work:
+    """`work`, or a CompileError once it has taken so many seconds; runs in the main thread.
+
+    A compilation in another process may go on for a while.
+    """
+
+    def stop(*_: object) -> None:
+        raise CompileError(f"not finished in {seconds:g} s")
+
+    def limited_work(model: nn.Module) -> Tensor:
+        before = signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            return work(model)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    return limited_work
+
+
+def generate(inputs: Tensor, **kwargs: Any) -> Work:
+    """Work: the tokens of a `generate()` call on prompts without padding; sampling uses the same seed in every call.
+
+    Args:
+        inputs: token ids [batch, length] int64, or features [batch, mels, frames] of audio in float32.
+    """
     options = {"do_sample": False, **kwargs}
 
     def work(model: nn.Module) -> Tensor:
         if options["do_sample"]:
             torch.manual_seed(0)
-        return model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **options)
+        if inputs.is_floating_point():
+            return model.generate(inputs.to(model.dtype), **options)
+        return model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
 
     return work
 
@@ -212,6 +240,11 @@ def random_tokens(device: torch.device, vocab: int, batch: int, length: int) -> 
     """Token ids [batch, length], int64, never 0, which is padding; the same in every run."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(1, vocab, (batch, length), generator=generator).to(device)
+
+
+def random_features(device: torch.device, batch: int, mels: int, frames: int) -> Tensor:
+    """Features of audio [batch, mels, frames], float32; the same in every run."""
+    return torch.randn(batch, mels, frames, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 def beams_name(beams: int) -> str:

@@ -60,6 +60,7 @@ GPU_ROWS = (
     Row("gpt2", 1, 128, torch.bfloat16),
     Row("t5-base", 32, 512, torch.bfloat16, trains=False),
     Row("t5-base", 1, 128, torch.bfloat16, trains=False),
+    Row("llama-3.2-1b", 2, 777, torch.bfloat16, trains=False),
 )
 CPU_ROWS = (Row("gpt2-tiny", 16, 16, torch.float32),)
 

@@ -13,7 +13,7 @@ from fuseopt.bench.harness.bytes_floor import cache_bytes, read_bandwidth, weigh
 from fuseopt.bench.harness.generate_rows import CPU_ROWS, GENERATION, GPU_ROWS, NO_GENERATION, Row
 from fuseopt.bench.harness.measure import against_stock, measure
 from fuseopt.bench.harness.records import STATIC, Record, Results
-from fuseopt.bench.harness.workloads import FusionConfig, ModelCase, dtype_name
+from fuseopt.bench.harness.workloads import FusionConfig, ModelCase, dtype_name, limited
 from fuseopt.bench.suites.first_call import FirstCall
 
 CONFIGS: dict[str, FusionConfig] = {
@@ -52,6 +52,7 @@ def run(
     configs: Mapping[str, FusionConfig] | None = None,
     compile: bool | None = None,
     first_calls: bool = False,
+    compile_seconds: float = 60.0,
 ) -> Results:
     """Times whole calls, host time included.
 
@@ -61,6 +62,7 @@ def run(
         configs: `CONFIGS` by default; JSON types only, because first calls run in another process.
         compile: also time transformers' static cache with torch.compile, which compiles for up to 20 s per row. The
             default is True on a GPU; on a CPU it takes minutes.
+        compile_seconds: a call with the static cache that takes longer, which it does to compile, is not timed.
         first_calls: also time the first call of a fresh process, for every row of the table.
 
     Raises:
@@ -70,7 +72,8 @@ def run(
     dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
     rows = rows or (GPU_ROWS if on_gpu else CPU_ROWS)
     compile = on_gpu if compile is None else compile
-    cases = [_case(row, dtype, device, CONFIGS if configs is None else configs, compile) for row in rows]
+    limit = compile_seconds if compile else None
+    cases = [_case(row, dtype, device, CONFIGS if configs is None else configs, limit) for row in rows]
     bandwidth = read_bandwidth(device)
     records = measure(cases, lambda case: _records(case, device, bandwidth))
     was_interrupted = {case.name for case in cases} != {record.case for record in records}
@@ -80,14 +83,20 @@ def run(
 
 
 def _case(
-    row: Row, dtype: torch.dtype, device: torch.device, configs: Mapping[str, FusionConfig], compile: bool
+    row: Row,
+    dtype: torch.dtype,
+    device: torch.device,
+    configs: Mapping[str, FusionConfig],
+    compile_seconds: float | None = None,
 ) -> _RowCase:
+    """A row's cases, with the static cache and torch.compile if they have a time limit."""
     dtype = row.dtype_in(dtype)
     model = functools.cache(functools.partial(random_model, row.model, device, dtype))
 
     def case(new: int, rounds: int, calls: int) -> ModelCase:
-        # transformers compiles no beam search.
-        others = {STATIC: row.work(device, new, **_STATIC_CACHE)} if compile and row.beams == 1 else {}
+        others = {}
+        if compile_seconds is not None and row.beams == 1:  # transformers compiles no beam search
+            others[STATIC] = limited(row.work(device, new, **_STATIC_CACHE), compile_seconds)
         work = row.work(device, new)
         return ModelCase(
             row.name(dtype),

@@ -83,6 +83,7 @@ GPU_ROWS = (
     Row("gpt2", 16, 1024, dropout=0.1),
     Row("t5-base", 16, 512, dropout=0.1),
     Row("t5-base", 8, 2048, dropout=0.1, padded=True),
+    Row("llama-3.2-1b", 4, 2048, dropout=0.0, precision="bfloat16"),
 )
 CPU_ROWS = (
     Row("gpt2-tiny", 8, 64, dropout=0.0, precision="float32"),

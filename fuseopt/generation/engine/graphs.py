@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.families.step_interface import DecodeStep
 from fuseopt.generation.select.selection import Selection
 from fuseopt.runtime.cuda_graphs import Captures, State, Work, stream_on
+from fuseopt.runtime.memory import is_out_of_memory
 from fuseopt.runtime.references import weak_attribute
 
 _PROMPTS_PER_STEP = 2
@@ -23,9 +25,12 @@ _STEPS_PER_GRAPH, _STEPS_PER_GRAPH_WITH_EOS = 8, STEPS_PER_COPY
 # A capture costs what the graph of several steps saves in some tens of calls, so it waits for the second call that
 # finds the single step captured.
 _CALLS_BEFORE_MULTI_STEP = 2
+# The states of captured work may have this part of the device's memory.
+_KEPT_PART = 8
 # Keys of work that has run and may be captured on its next use.
 _MAX_SEEN = 64
 _S = TypeVar("_S", bound=State)
+_R = TypeVar("_R")
 
 
 class StepWork(Work[DecodeState]):
@@ -134,6 +139,25 @@ class StepGraphs(Captures):
         """Size of the states, without the graphs' workspace."""
         return sum(state.bytes for state in {id(work.state): work.state for work in self._works()}.values())
 
+    @staticmethod
+    def most_bytes(device: torch.device) -> int:
+        """How many bytes the states of captured work may have together; a larger one is kept alone."""
+        if device.type == "cuda":
+            return torch.cuda.get_device_properties(device).total_memory // _KEPT_PART
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _KEPT_PART
+
+    def report_lines(self) -> Iterator[str]:
+        """What is kept on the device, and for which sizes."""
+        size = f"{self.bytes / 2**20:.1f} MiB of static tensors"
+        yield f"{self.steps} captured steps and {self.prompts} captured prompts, {size}"
+        for state in {id(work.state): work.state for work in self._works()}.values():
+            if not isinstance(state, DecodeState):
+                continue
+            kept: tuple[Any, ...] = self._steps, self._prompts
+            steps, prompts = (sum(work.state is state for work in works.values()) for works in kept)
+            cache = f"a cache of {state.sizes} has {state.cache_bytes / 2**20:.1f} MiB of keys and values"
+            yield f"{cache}, for {steps} captured steps and {prompts} captured prompts"
+
     def clear(self) -> None:
         """Waits for queued work and drops everything that is captured."""
         self.drain()
@@ -143,7 +167,17 @@ class StepGraphs(Captures):
     def state(self, sizes: Hashable, make: Callable[[], _S]) -> _S:
         """The state of these sizes that captured work uses, or a new one from `make`."""
         kept = (work.state for work in self._works() if work.state.sizes == sizes)
-        return next(kept, None) or make()
+        return next(kept, None) or self.retried(make)
+
+    def retried(self, function: Callable[[], _R]) -> _R:
+        """Calls `function`; if memory runs out, drops everything that is captured and calls it again."""
+        try:
+            return function()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        self.clear()
+        return function()
 
     def step(self, forward: DecodeStep, state: DecodeState, selection: Selection | None) -> StepWork:
         """The captured step for this state and kind of selection, with the selection's values loaded; or a new step."""
@@ -234,10 +268,22 @@ class StepGraphs(Captures):
             _, oldest = kept.popitem(last=False)
             if kept is self._steps:
                 self._drop_prompts_in(oldest.state)
+        self._bound_bytes(work.state)
         note = self.record(work, self._works(), what)
         if not note:
             kept[work.key] = work
         return note
+
+    def _bound_bytes(self, state: State) -> None:
+        """Drops the least recently used states until the kept ones and `state` together have few enough bytes."""
+        # The last used first.
+        others = {id(work.state): work.state for work in reversed([*self._works()]) if work.state is not state}
+        while others and state.bytes + sum(other.bytes for other in others.values()) > self.most_bytes(state.device):
+            self.drain()
+            _, oldest = others.popitem()
+            for works in (self._steps, self._prompts):
+                for key in [key for key, work in works.items() if work.state is oldest]:
+                    del works[key]
 
     def _drop_prompts_in(self, state: DecodeState) -> None:
         """Drops the prompts of a state that no step uses any more, since its cache may be large."""

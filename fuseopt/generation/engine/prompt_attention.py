@@ -44,7 +44,7 @@ class PromptAttention:
         positions: Tensor,
     ) -> None:
         self.size, self.tables, self.positions = (state.sizes.rows, length), tables, positions
-        self.in_prompt = state.slots[:length] < state.slot
+        self.in_prompt = state.in_prompt(length)
         # By the window of a layer, what is added to its scores: [rows or 1, 1, length, length]; None: nothing, but a
         # token sees none after it.
         self.masks: dict[int | None, Tensor | None] = {}
@@ -112,7 +112,8 @@ class PromptAttention:
             options = options_of_op(attention, head_dim, self.tables, self.positions)
             if options is not None:
                 qkv = projected.unflatten(1, (-1, head_dim)).unflatten(0, self.size)
-                qkv = torch.where(self.in_prompt[:, None, None], qkv, 0)
+                if self.in_prompt is not None:
+                    qkv = torch.where(self.in_prompt[:, None, None], qkv, 0)
                 query = ops.decode_rotary_store_(qkv, cache[0], cache[1], **options, pdl=True)
                 return query.transpose(1, 2)
         query, key, value = split_heads(projected, attention, kv_heads, head_dim)
@@ -122,5 +123,5 @@ class PromptAttention:
             query, key = (rotated(part, table, attention.rotary) for part in (query, key))
         query, key, value = (part.unflatten(0, self.size).transpose(1, 2) for part in (query, key, value))
         for slots, vectors in ((cache[0], key), (cache[1], value)):
-            store(slots[:, :, :length], vectors, self.in_prompt[:, None])
+            store(slots[:, :, :length], vectors, None if self.in_prompt is None else self.in_prompt[:, None])
         return query

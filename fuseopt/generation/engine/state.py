@@ -42,6 +42,9 @@ class Sizes(NamedTuple):
     queries_per_kv: int = 1
     beams: int = 1
 
+    def __str__(self) -> str:
+        return f"{self.rows} rows and {self.capacity} slots"
+
     @property
     def items(self) -> int:
         return self.rows // self.queries_per_kv
@@ -72,6 +75,10 @@ class CacheShape:
     def bytes_per_slot(self) -> int:
         """Bytes of keys and values of one row in one slot, over all layers."""
         return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
+
+    def bytes_of(self, sizes: Sizes) -> int:
+        """Bytes of all keys and values, of the encoder's output too."""
+        return (sizes.rows * sizes.capacity + sizes.items * sizes.cross_capacity) * self.bytes_per_slot
 
 
 class AbsorbedCrossAttention:
@@ -121,10 +128,11 @@ class DecodeState:
         logits, scores: [rows, vocab] float32, before and after the logits processors.
         beams: static tensors of beam search; None outside it.
         absorbed: AbsorbedCrossAttention of a single item, or None.
+        may_pad: whether a prefill may be given more tokens a row than the prompts have.
     """
 
     def __init__(self, sizes: Sizes, shape: CacheShape, vocab: int) -> None:
-        self.sizes, self.used = sizes, False
+        self.sizes, self.used, self.may_pad = sizes, False, True
         # What the host knows of device tensors, to skip writing them again: `keep` is all True, `prompt_positions`
         # count up from 0, and `cross_keep` is True for so many slots in every item.
         self._keeps_all = self._counts_up = False
@@ -137,7 +145,10 @@ class DecodeState:
         # A tensor made in inference mode cannot be written to outside it.
         with torch.inference_mode(False):
             layers, heads, head_dim = shape.layers, shape.heads, shape.head_dim
-            self.cache = zeros(layers, 2, rows, heads, capacity, head_dim, dtype=shape.dtype)
+            # On a CPU nothing reads an unfilled slot, and the system provides a page when it is first written.
+            allocate = torch.empty if shape.device.type == "cpu" else torch.zeros
+            size = layers, 2, rows, heads, capacity, head_dim
+            self.cache = allocate(size, dtype=shape.dtype, device=shape.device)
             self.cross_cache = zeros(layers, 2, sizes.items, heads, cross_capacity, head_dim, dtype=shape.dtype)
             self.keep = zeros(rows, capacity, dtype=torch.bool)
             self.cross_keep = zeros(sizes.items, cross_capacity, dtype=torch.bool)
@@ -168,6 +179,11 @@ class DecodeState:
         own = sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor) and value._base is None)
         own += sum(table.nbytes for table in self.rotary_tables)
         return own + sum(part.bytes for part in (self.beams, self.absorbed) if part is not None)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of keys and values."""
+        return self.cache.nbytes + self.cross_cache.nbytes
 
     @property
     def device(self) -> torch.device:
@@ -201,6 +217,10 @@ class DecodeState:
             self.keep[:, : keep.shape[1]] = keep.bool()
         if self.beams is not None:
             self.beams.forget_ancestors()
+
+    def in_prompt(self, length: int) -> Tensor | None:
+        """[length] bool: which of so many tokens a row are the prompts'; None if all are."""
+        return self.slots[:length] < self.slot if self.may_pad else None
 
     def load_prompt(self, input_ids: Tensor, keep: Tensor | None, positions: Tensor | None) -> None:
         """Loads a prompt for `prefill`, and sets where the first step after it starts.

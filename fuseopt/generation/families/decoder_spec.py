@@ -151,18 +151,20 @@ class DecoderSpec:
     """A transformer decoder with a language-model head.
 
     Attributes:
-        token_embedding: [vocab, width].
-        head: [vocab, width]; its weight is `token_embedding` if they are tied.
+        token_embedding: [vocab, width of embeddings].
+        head: [vocab, width of embeddings]; its weight is `token_embedding` if they are tied.
         final_norm: None if the last layer's `sum_norm` is the last.
         kv_heads: heads of keys and values, each shared by heads / kv_heads heads of queries.
         position_embedding: [positions, width], added to the tokens' embeddings.
         max_length: the number of positions; None if there is no bound.
         embedding_scale: factor on the tokens' embeddings.
+        embedding_projection: of the scaled embeddings, before positions are added; None if they are as wide as a layer.
         embedding_norm: of the embeddings, with positions.
         parallel_residual: attention and feed-forward read the same input, and their outputs are added to it together.
         residual_scale: factor on the outputs of attention and feed-forward.
         clamps_float16: float16 residual sums are clamped as T5Block does.
         head_scale: factor on the final norm's output.
+        head_projection: between the final norm and the head; None if the head is as wide as a layer.
         head_softcap: logits are replaced by softcap * tanh(logits / softcap).
     """
 
@@ -176,11 +178,13 @@ class DecoderSpec:
     max_length: int | None = None
     position_embedding: Tensor | None = None
     embedding_scale: float | None = None
+    embedding_projection: Linear | None = None
     embedding_norm: Norm | None = None
     parallel_residual: bool = False
     residual_scale: float | None = None
     clamps_float16: bool = False
     head_scale: float | None = None
+    head_projection: Linear | None = None
     head_softcap: float | None = None
 
     @property

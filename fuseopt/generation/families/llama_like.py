@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from fuseopt.generation.engine.layers import Linear, Norm, activation_of, linear_of
 from fuseopt.generation.families.decoder_spec import DecoderSpec, FeedForward, Layer, RotaryPositions, SelfAttention
@@ -82,7 +82,7 @@ class LlamaLikeStep(SpecStep):
         return DecoderSpec(
             token_embedding=body.embed_tokens.weight,
             layers=tuple(cls.layer_of(block, rotary[index]) for index, block in enumerate(body.layers)),
-            final_norm=cls.norm_of(body.norm),
+            final_norm=cls.norm_of(body.norm, model.lm_head.weight),
             head=linear_of(model.lm_head),
             heads=config.num_attention_heads,
             kv_heads=kv_heads,
@@ -97,7 +97,8 @@ class LlamaLikeStep(SpecStep):
     def layer_of(cls, block: nn.Module, rotary: RotaryPositions | None) -> Layer:
         own, mlp = block.self_attn, block.mlp
         modules = [None if name is None else getattr(block, name) for name in cls.norms]
-        norms = [None if module is None else cls.norm_of(module) for module in modules]
+        like = own.o_proj.weight
+        norms = [None if module is None else cls.norm_of(module, like) for module in modules]
         if hasattr(own, "qkv_proj"):
             qkv = linear_of(own.qkv_proj)
         else:
@@ -108,8 +109,8 @@ class LlamaLikeStep(SpecStep):
             linear_of(own.o_proj),
             own.scaling,
             rotary=rotary,
-            q_norm=cls.norm_of(own.q_norm) if hasattr(own, "q_norm") else None,
-            k_norm=cls.norm_of(own.k_norm) if hasattr(own, "k_norm") else None,
+            q_norm=cls.norm_of(own.q_norm, like) if hasattr(own, "q_norm") else None,
+            k_norm=cls.norm_of(own.k_norm, like) if hasattr(own, "k_norm") else None,
             window=cls.window_of(own),
             output_norm=norms[1],
         )
@@ -135,6 +136,9 @@ class LlamaLikeStep(SpecStep):
         return FeedForward(None, up, activation_of(activation), linear_of(mlp.down_proj))
 
     @classmethod
-    def norm_of(cls, norm: nn.Module) -> Norm:
+    def norm_of(cls, norm: nn.Module, like: Tensor) -> Norm:
+        """Args:
+        like: a weight of the same layer, for norms that have none.
+        """
         eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
         return Norm(cls.norm_kind, norm.weight, getattr(norm, "bias", None), eps)

@@ -24,7 +24,10 @@ def _layer(block: nn.Module) -> Layer:
 
 
 class OPTStep(SpecStep):
-    """Upstream: `OPTForCausalLM.forward` for one token a row. Positions are learned, with an offset."""
+    """Upstream: `OPTForCausalLM.forward` for one token a row. Positions are learned, with an offset.
+
+    In OPT-350M, projections lead from the embeddings' width to the layers' and back.
+    """
 
     model_class = "transformers.models.opt.modeling_opt.OPTForCausalLM"
     children = OPT_CHILDREN
@@ -32,13 +35,16 @@ class OPTStep(SpecStep):
     @staticmethod
     def spec_of(model: nn.Module) -> DecoderSpec:
         decoder, attention = model.model.decoder, model.model.decoder.layers[0].self_attn
-        positions = decoder.embed_positions.weight[decoder.embed_positions.offset :]
+        positions, norm = decoder.embed_positions.weight[decoder.embed_positions.offset :], decoder.final_layer_norm
+        projections = [None if part is None else linear_of(part) for part in (decoder.project_in, decoder.project_out)]
         return DecoderSpec(
             token_embedding=decoder.embed_tokens.weight,
+            embedding_projection=projections[0],
             position_embedding=positions,
             max_length=len(positions),
             layers=tuple(_layer(block) for block in decoder.layers),
-            final_norm=None if decoder.final_layer_norm is None else layer_norm_of(decoder.final_layer_norm),
+            final_norm=None if norm is None else layer_norm_of(norm),
+            head_projection=projections[1],
             head=linear_of(model.lm_head),
             heads=attention.num_heads,
             kv_heads=attention.num_heads,
@@ -51,8 +57,5 @@ class OPTStep(SpecStep):
 
     @staticmethod
     def not_supported_reasons(model: nn.Module) -> list[str]:
-        if model.config.word_embed_proj_dim != model.config.hidden_size:
-            return ["word_embed_proj_dim puts projections around the layers"]
-        if not model.config.layer_norm_elementwise_affine:
-            return ["layer_norm_elementwise_affine leaves its LayerNorms without weights"]
-        return []
+        affine = model.config.layer_norm_elementwise_affine
+        return [] if affine else ["layer_norm_elementwise_affine leaves its LayerNorms without weights"]

@@ -93,6 +93,8 @@ class ReferenceDecoder:
         hidden = F.embedding(tokens, spec.token_embedding)
         if spec.embedding_scale is not None:
             hidden = hidden * spec.embedding_scale
+        if spec.embedding_projection is not None:
+            hidden = linear(hidden, spec.embedding_projection)
         if spec.position_embedding is not None:
             hidden = hidden + F.embedding(positions, spec.position_embedding)
         hidden = normalise(hidden, spec.embedding_norm)
@@ -110,6 +112,8 @@ class ReferenceDecoder:
         hidden = normalise(hidden, spec.final_norm)
         if spec.head_scale is not None:
             hidden = hidden * spec.head_scale
+        if spec.head_projection is not None:
+            hidden = linear(hidden, spec.head_projection)
         logits = linear(hidden, spec.head)
         return logits if spec.head_softcap is None else softcapped(logits, spec.head_softcap)
 

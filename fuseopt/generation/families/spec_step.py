@@ -135,7 +135,7 @@ class SpecStep(DecodeStep):
         ):
             attended = slots.project_to_slots(stream, layer.self_attention, cache)
             self._end_layer(stream, layer, attended, following, slots, cross_cache)
-        return stream.before(self.head, self.final_norm, self.spec.head_softcap)
+        return self._head_input(stream)
 
     def prefill(self, state: DecodeState, length: int, masked: bool) -> None:
         """See DecodeStep. In a decoder-only model the padding after a prompt leaves keys and values in the cache; no
@@ -173,8 +173,10 @@ class SpecStep(DecodeStep):
 
     def _prefill_prompt(self, state: DecodeState, length: int, masked: bool) -> None:
         rows = state.sizes.rows
-        in_prompt = state.slots[:length] < state.slot
-        tokens, positions = (ids[:, :length] * in_prompt for ids in (state.ids, state.prompt_positions))
+        in_prompt = state.in_prompt(length)
+        tokens, positions = (ids[:, :length].contiguous() for ids in (state.ids, state.prompt_positions))
+        if in_prompt is not None:
+            tokens, positions = tokens * in_prompt, positions * in_prompt
         attentions = [layer.self_attention for layer in self.layers]
         slots = PromptAttention(state, length, masked, attentions, self._tables(state), positions)
         last = torch.arange(0, rows * length, length, device=state.device) + (state.slot - 1)
@@ -186,7 +188,7 @@ class SpecStep(DecodeStep):
                 # Of all other tokens the last layer has only keys and values.
                 attended, stream = attended[last], stream.of(last)
             self._end_layer(stream, layer, attended, after)
-        state.logits.copy_(stream.before(self.head, self.final_norm, self.spec.head_softcap).logits())
+        state.logits.copy_(self._head_input(stream).logits())
 
     def _end_layer(
         self,
@@ -263,7 +265,7 @@ class SpecStep(DecodeStep):
         """How many slots of an item AbsorbedCrossAttention may have; 0 if it is never used.
 
         It makes cross-attention two launches instead of three; more slots would take longer to read than that saves.
-        It needs unscaled scores, and bfloat16: in float16, products of weights with keys and values could overflow.
+        It needs unscaled scores, and bfloat16 or float32: products of weights with keys and values overflow float16.
         """
         if not self.spec.has_encoder:
             return 0
@@ -271,21 +273,29 @@ class SpecStep(DecodeStep):
         weight = crosses[0].query.weights[0]
         unscaled = all(cross.scale == 1 and cross.norm is not None and not cross.query.biases for cross in crosses)
         projections = (part.weights[0] for cross in crosses for part in (cross.query, cross.out))
-        are_bfloat16 = all(projection.dtype is torch.bfloat16 for projection in projections)
+        has_range = all(projection.dtype in (torch.bfloat16, torch.float32) for projection in projections)
         has_kernels = has_kernel("decode_softmax_linear", weight) and has_kernel("decode_linear", weight)
-        return GROUP if unscaled and are_bfloat16 and has_kernels and self.spec.heads <= MOST_GROUPS else 0
+        return GROUP if unscaled and has_range and has_kernels and self.spec.heads <= MOST_GROUPS else 0
 
     def _stream(self, tokens: Tensor, positions: Tensor) -> ResidualStream:
         """The residual stream of tokens [rows] before the first layer."""
         spec = self.spec
         of_positions = () if spec.position_embedding is None else (positions, spec.position_embedding)
-        if spec.embedding_scale is None:
+        if spec.embedding_scale is None and spec.embedding_projection is None:
             begin = embedded(tokens, spec.token_embedding, *of_positions)
         else:
-            begin = F.embedding(tokens, spec.token_embedding) * spec.embedding_scale
+            begin = F.embedding(tokens, spec.token_embedding)
+            begin = begin if spec.embedding_scale is None else begin * spec.embedding_scale
+            begin = begin if spec.embedding_projection is None else linear(begin, spec.embedding_projection)
             begin = begin + F.embedding(*of_positions) if of_positions else begin
         begin = begin if spec.embedding_norm is None else normalised(begin, spec.embedding_norm)
         return ResidualStream(begin, clamps_float16=spec.clamps_float16, scale=spec.residual_scale)
+
+    def _head_input(self, stream: ResidualStream) -> HeadInput:
+        projection, softcap = self.spec.head_projection, self.spec.head_softcap
+        if projection is None:
+            return stream.before(self.head, self.final_norm, softcap)
+        return HeadInput(stream.linear(projection, self.final_norm), self.head, None, softcap=softcap)
 
     def _tables(self, state: DecodeState) -> dict[int, Tensor]:
         return {id(rotary): table for rotary, table in zip(self.spec.rotaries, state.rotary_tables, strict=True)}
@@ -294,11 +304,12 @@ class SpecStep(DecodeStep):
         """For each layer the linear layer that reads its sum, with its norm; None where no kernel takes split-K partial
         sums together with such a norm."""
         readers = [(layer.self_attention.qkv, layer.self_attention.norm) for layer in self.layers[1:]]
-        readers.append((self.head, self.final_norm))
+        readers.append((self.spec.head_projection or self.head, self.final_norm))
         return [(layer, norm) if norm is not None and norm.kind == "layer_norm" else None for layer, norm in readers]
 
     def _plan_l2_prefetch(self, layers: Sequence[Layer]) -> None:
-        plan_l2_prefetch([part for layer in layers for part in layer.linears], self.head)
+        last = () if self.spec.head_projection is None else (self.spec.head_projection,)
+        plan_l2_prefetch([*(part for layer in layers for part in layer.linears), *last], self.head)
 
     def _split_heads(self, projected: Tensor, count: int) -> Tensor:
         return projected.unflatten(1, (count, self.spec.heads, self.spec.head_dim))

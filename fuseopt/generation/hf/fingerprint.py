@@ -10,6 +10,7 @@ from torch import nn
 
 from fuseopt.blocks.causal_attention import CausalStackForward
 from fuseopt.blocks.gpt2_inference import GPT2InferenceForward, GPT2StackForward
+from fuseopt.blocks.llama_inference import LlamaInferenceForward, LlamaStackForward
 from fuseopt.blocks.relative_attention import RelativeStackForward
 from fuseopt.blocks.residual import GPT2BlockForward, T5BlockForward
 from fuseopt.blocks.rotary_embedding import RotaryAttentionForward
@@ -34,6 +35,8 @@ _FORWARDS = (
     GPT2BlockForward,
     GPT2InferenceForward,
     GPT2StackForward,
+    LlamaInferenceForward,
+    LlamaStackForward,
     RelativeStackForward,
     RotaryAttentionForward,
     T5BlockForward,

@@ -33,8 +33,9 @@ def _of_grouped_attention(attention: Any) -> Mapping[str, object]:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     expected = {"head_dim": head_dim, "num_key_value_groups": heads // kv_heads, "num_key_value_heads": kv_heads}
-    # These are StableLM's.
+    # These are StableLM's and Cohere's.
     expected |= {"num_heads": heads, "qk_layernorm": getattr(config, "qk_layernorm", False)}
+    expected |= {"use_qk_norm": getattr(config, "use_qk_norm", False)}
     if "rotary_ndims" in attention.__dict__:
         expected["rotary_ndims"] = int(head_dim * config.rope_parameters["partial_rotary_factor"])
     return {name: value for name, value in expected.items() if name in attention.__dict__} | {"is_causal": True}
@@ -59,6 +60,8 @@ _GROUPED = (
     "Gemma2",
     "Gemma3",
     "Granite",
+    "Cohere",
+    "Olmo",
     "Olmo2",
     "StableLm",
 )

@@ -64,7 +64,8 @@ class StepModelProxy:
         if self.steps == 1:
             self.note = self.graphs.capture(self.work) or self.note
         self.work.state.tokens.copy_(input_ids[:, -1])
-        self.work()
+        # A step that has failed halfway can run again: it has not moved on to the next slot.
+        self.graphs.retried(self.work)
         self.steps += 1
         return self._output()
 

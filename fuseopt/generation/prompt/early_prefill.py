@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from fuseopt.generation.hf.checked_step import CheckedStep
 from fuseopt.generation.prompt.call_outcomes import CallOutcomes, call_key
 from fuseopt.generation.prompt.early_work import EarlyPrompt, EarlyWork
 from fuseopt.generation.prompt.prompts import run_encoded, run_forward
+from fuseopt.runtime.memory import is_out_of_memory
 from fuseopt.runtime.references import weak_attribute
 
 # A prompt whose final cache size is unknown gets a state of its own, up to this many bytes of keys and values.
@@ -66,7 +66,7 @@ class EarlyPrefill:
     Args:
         checked: the model's decode step.
         graphs: where captured prompts are kept.
-        max_batch, max_length: rows, and slots of the cache, up to which calls are served.
+        max_batch, max_length: rows, and slots of the cache, up to which calls are served; None for any number.
 
     Attributes:
         outcomes: how earlier calls ended; the caller records them.
@@ -74,7 +74,7 @@ class EarlyPrefill:
 
     model = weak_attribute("model")
 
-    def __init__(self, checked: CheckedStep, graphs: StepGraphs, max_batch: int, max_length: int) -> None:
+    def __init__(self, checked: CheckedStep, graphs: StepGraphs, max_batch: int, max_length: int | None) -> None:
         self.model = checked.model
         self.checked, self.graphs, self.max_batch, self.max_length = checked, graphs, max_batch, max_length
         self.outcomes = CallOutcomes()
@@ -103,8 +103,12 @@ class EarlyPrefill:
         outcome = self.outcomes.get(request.key)
         if outcome is None or not outcome.is_unmasked:
             return None
-        with suppress(torch.OutOfMemoryError), torch.no_grad():
-            return self._queue(request, None)
+        try:
+            with torch.no_grad():
+                return self._queue(request, None)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
         return None
 
     def take(
@@ -147,7 +151,9 @@ class EarlyPrefill:
                 if speculated is not None and keep is None:
                     return speculated
                 return self._queue(self._request(arguments, extra, ids), keep)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             return EarlyWork(extra, note="there was no memory to queue the prompt early")
 
     def _runs_no_encoder(self, step: DecodeStep) -> bool:
@@ -177,7 +183,7 @@ class EarlyPrefill:
         if 1 < beams < sequences:
             return None  # transformers raises for it
         rows, capacity, longest = items * max(beams, sequences), limit - 1, step.max_length
-        if rows > self.max_batch or max(capacity, length) > self.max_length:
+        if rows > self.max_batch or (self.max_length is not None and max(capacity, length) > self.max_length):
             return None
         if longest is not None and capacity > longest:
             return None
@@ -219,7 +225,9 @@ class EarlyPrefill:
         if length == 1:
             return None
         if sizes is None:
-            if padded is None or padded > self.max_length or (longest is not None and length > longest):
+            if padded is None or (longest is not None and length > longest):
+                return None
+            if self.max_length is not None and padded > self.max_length:
                 return None
             if rows * padded * step.shape.bytes_per_slot > _MAX_PROMPT_BYTES:
                 return None

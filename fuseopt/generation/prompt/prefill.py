@@ -13,6 +13,7 @@ from fuseopt.generation.engine.beam_state import along_ancestry
 from fuseopt.generation.engine.graphs import StepGraphs
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.families.step_interface import DecodeStep
+from fuseopt.generation.hf.saved_cache import SavedCache
 from fuseopt.generation.prompt.early_work import EarlyPrompt
 from fuseopt.generation.prompt.prompts import run_encoded, run_forward
 
@@ -98,15 +99,16 @@ def prefill(
 
 
 def store_cache(state: DecodeState, past_key_values: Any, slots: int, cross_slots: int) -> None:
-    """Copies the first `slots` and `cross_slots` of the static caches to transformers' cache, in place."""
-    if isinstance(past_key_values, EncoderDecoderCache):
-        cross = past_key_values.cross_attention_cache
-        if not cross.get_seq_length():
-            _store(state.cross_cache, cross, cross_slots, state.sizes.queries_per_kv)
-            past_key_values.is_updated.update(dict.fromkeys(range(len(state.cross_cache)), True))
-        past_key_values = past_key_values.self_attention_cache
-    ancestry = None if state.beams is None else state.beams.ancestry[0, :, :slots]
-    _store(state.cache, past_key_values, slots, ancestry=ancestry)
+    """Copies the first `slots` and `cross_slots` of the static caches to transformers' cache, in place.
+
+    If that raises an error, the cache has what it had before.
+    """
+    saved = SavedCache(past_key_values)
+    try:
+        _store_all(state, past_key_values, slots, cross_slots)
+    except BaseException:
+        saved.restore()
+        raise
 
 
 def is_token_prompt(
@@ -132,6 +134,17 @@ def is_token_prompt(
         and cache.get_seq_length() == 0
         and config.prefill_chunk_size is None
     )
+
+
+def _store_all(state: DecodeState, past_key_values: Any, slots: int, cross_slots: int) -> None:
+    if isinstance(past_key_values, EncoderDecoderCache):
+        cross = past_key_values.cross_attention_cache
+        if not cross.get_seq_length():
+            _store(state.cross_cache, cross, cross_slots, state.sizes.queries_per_kv)
+            past_key_values.is_updated.update(dict.fromkeys(range(len(state.cross_cache)), True))
+        past_key_values = past_key_values.self_attention_cache
+    ancestry = None if state.beams is None else state.beams.ancestry[0, :, :slots]
+    _store(state.cache, past_key_values, slots, ancestry=ancestry)
 
 
 def _fit(positions: Tensor, input_ids: Tensor) -> bool:

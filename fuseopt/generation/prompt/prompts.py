@@ -29,6 +29,7 @@ def run_forward(
     # Without the kernels, attention multiplies masked values by 0, and padding may leave NaN, which that keeps.
     captures = graphs.max_graphs and has_cuda_kernel("decode_attention", state.cache)
     padded = prompt_length_for(prompts, length, state.device) if captures else None
+    state.may_pad = padded is not None
     if padded is not None:
         return graphs.run_prompt(PromptWork(forward, state, padded, masked))
     forward(state, length, masked)

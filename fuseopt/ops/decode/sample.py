@@ -35,7 +35,8 @@ class SamplingFilters(NamedTuple):
         min_p: keeps tokens that are at least this many times as likely as the likeliest; 0 for all.
         typical_p: keeps tokens whose information is nearest to the entropy, and whose probabilities add up to this
             much; 1 for all.
-        min_tokens: `top_p` and `min_p` keep at least this many of the likeliest tokens; 1 with `typical_p`.
+        min_tokens: `top_p` and `min_p` keep at least this many of the likeliest tokens, `typical_p` of those whose
+            information is nearest to the entropy.
     """
 
     top_k: int = 0
@@ -98,18 +99,18 @@ def filtered(scores: Tensor, filters: SamplingFilters) -> Tensor:
             is_removed = is_removed.scatter(-1, likeliest, False)
         scores = scores.masked_fill(is_removed, -math.inf)
     if filters.typical_p < 1:
-        scores = _typical(scores, filters.typical_p)
+        scores = _typical(scores, filters.typical_p, filters.min_tokens)
     return scores
 
 
-def _typical(scores: Tensor, mass: float) -> Tensor:
+def _typical(scores: Tensor, mass: float, min_tokens: int) -> Tensor:
     information = -scores.log_softmax(dim=-1)
     entropy = (information * torch.exp(-information)).nansum(-1, keepdim=True)
     distances, order = torch.sort(torch.abs(information - entropy), descending=False)
     cumulative = scores.gather(-1, order).softmax(dim=-1).cumsum(dim=-1)
     last = (cumulative < mass).sum(dim=1, keepdim=True).clamp_(max=scores.shape[-1] - 1)
     is_removed = distances > distances.gather(1, last)
-    is_removed[..., 0] = False
+    is_removed[..., :min_tokens] = False
     return scores.masked_fill(is_removed.scatter(1, order, is_removed), -math.inf)
 
 
@@ -157,7 +158,7 @@ def _check(
 
 def are_in_range(filters: SamplingFilters) -> bool:
     """Whether the ops keep so many tokens at least."""
-    return 1 <= filters.min_tokens <= (_MOST_MIN_TOKENS if filters.typical_p == 1 else 1)
+    return 1 <= filters.min_tokens <= _MOST_MIN_TOKENS
 
 
 def _check_filters(scores: Tensor, filters: SamplingFilters, edits: LogitsEdits | None) -> None:
@@ -166,8 +167,7 @@ def _check_filters(scores: Tensor, filters: SamplingFilters, edits: LogitsEdits 
     if filters.top_k < 0:
         raise ValueError(f"filters.top_k must be positive, or 0 for all tokens, not {filters.top_k}")
     if not are_in_range(filters):
-        limits = f"between 1 and {_MOST_MIN_TOKENS}, and 1 with typical_p"
-        raise ValueError(f"filters.min_tokens must be {limits}, not {filters.min_tokens}")
+        raise ValueError(f"filters.min_tokens must be between 1 and {_MOST_MIN_TOKENS}, not {filters.min_tokens}")
     for name in ("top_p", "min_p", "typical_p"):
         value = getattr(filters, name)
         if not 0 <= value <= 1:

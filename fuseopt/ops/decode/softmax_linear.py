@@ -88,8 +88,8 @@ def decode_softmax_linear(
             `FEW_ROWS`.
         weight: [N, K], as `decode_linear` takes it.
         groups: how many equal neighbouring parts a row of scores has, each with its own softmax. From sm_80 on it is
-            one launch for up to 16 rows of up to `MOST_GROUPS` groups of `GROUP` float32 scores, with a 16-bit weight
-            whose first dimension has unit stride.
+            one launch for up to 16 rows of up to `MOST_GROUPS` groups of `GROUP` float32 scores, with a 16-bit or
+            float32 weight whose first dimension has unit stride.
         residual: [..., N], added at the end; any dtype; or None.
         pdl, prefetch: as in `decode_linear`.
         backend: "auto", "cuda" or "reference". Tensors that require a gradient under grad mode, and torch.func

@@ -18,11 +18,13 @@ from fuseopt.ops.triton.cross_entropy import check_targets
 from fuseopt.ops.triton.cross_entropy_grad import cross_entropy_grad_
 from fuseopt.ops.triton.rows import compute_dtype
 from fuseopt.ops.tuned_matmul import multiply_into
-from fuseopt.tuning import tuned
+from fuseopt.tuning import multiprocessors, tuned
 
 # A chunk has a multiple of this many rows if possible.
 # TUNED: measurement not recorded (f367298); `fuseopt bench ops --op linear_cross_entropy` measures it again.
 CHUNK_ROWS = 128
+# Products of 16-bit matrices have tiles of so many columns, and of `CHUNK_ROWS` rows.
+_TILE_COLUMNS = 256
 
 
 class Gradients(NamedTuple):
@@ -33,14 +35,25 @@ class Gradients(NamedTuple):
     bias: torch.Tensor | None  # [width], likewise
 
 
-def chunks(rows: int, row_bytes: int, device: torch.device) -> Iterator[slice]:
+def chunks(rows: int, row_bytes: int, features: int, device: torch.device) -> Iterator[slice]:
     """Slices of rows whose logits, of `row_bytes` each, fit in the buffer; of equal length except the last.
 
-    Chunks are as large as fits: each adds to the whole gradient of the weight, and needs enough rows to fill a GPU.
+    Chunks are large, as each adds to the whole gradient of the weight. Of the lengths that take more than half of the
+    buffer, the one is chosen with which the gradient of the input, [length, features], leaves the fewest
+    multiprocessors idle.
     """
-    most = max(tuned("linear_cross_entropy_chunk_bytes", device) // row_bytes // CHUNK_ROWS, 1) * CHUNK_ROWS
+    fits = max(tuned("linear_cross_entropy_chunk_bytes", device) // row_bytes // CHUNK_ROWS, 1)
+    of_row = -(-features // _TILE_COLUMNS)
+    most = CHUNK_ROWS * max(
+        range(fits, fits // 2, -1), key=lambda tiles: _busy(tiles * of_row, multiprocessors(device))
+    )
     for start in range(0, rows, most):
         yield slice(start, min(start + most, rows))
+
+
+def _busy(tiles: int, places: int) -> float:
+    """Share of the places that have a tile, over all rounds."""
+    return tiles / (-(-tiles // places) * places)
 
 
 def padded(tensor: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:
@@ -89,7 +102,7 @@ def run(
     in_cuda = chosen == "cuda" and row_bytes >= tuned("cross_entropy_grad_min_row_bytes", input.device)
     write_gradient = CROSS_ENTROPY_GRAD["cuda"] if in_cuda else cross_entropy_grad_
     buffer: torch.Tensor | None = None
-    for chunk in chunks(rows, row_bytes, input.device):
+    for chunk in chunks(rows, row_bytes, features, input.device):
         x = input[chunk].to(product_dtype)
         if buffer is None:
             buffer = torch.empty(len(x), width, dtype=product_dtype, **like)

@@ -14,7 +14,11 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("name", "millions"),
     # All of GPT-2 but its positions; of T5 the decoder with its head, without what reads the encoder's output once.
-    [("gpt2", 124.44 - 1024 * 768 / 1e6), ("t5-base", 24.67 + 12 * (6 * 768**2 + 2 * 768 * 3072) / 1e6)],
+    [
+        ("gpt2", 124.44 - 1024 * 768 / 1e6),
+        ("t5-base", 24.67 + 12 * (6 * 768**2 + 2 * 768 * 3072) / 1e6),
+        ("bart-base", 50265 * 768 / 1e6 + 6 * (6 * 768**2 + 2 * 768 * 3072) / 1e6),
+    ],
 )
 def test_a_decoding_step_reads_the_weights_of_the_decoder_once(name, millions):
     model = weightless(load_config(name), CPU).to(torch.bfloat16)
@@ -28,6 +32,8 @@ def test_a_decoding_step_reads_the_half_filled_caches_of_all_rows():
     assert cache_bytes(gpt2, 8, 1, 128, 100) == 8 * (128 + 50) * a_token
     assert cache_bytes(gpt2, 8, 4, 128, 100) == 32 * (128 + 50) * a_token
     assert cache_bytes(t5, 8, 4, 128, 100) == (8 * 128 + 32 * 50) * a_token
+    bart = weightless(load_config("bart-base", encoder_layers=3, encoder_attention_heads=3), CPU).to(torch.bfloat16)
+    assert cache_bytes(bart, 8, 4, 128, 100) == (8 * 128 + 32 * 50) * a_token // 2
 
 
 def test_a_copy_reads_and_writes_and_a_sum_reads(monkeypatch):

@@ -3,17 +3,21 @@
 import functools
 import json
 import subprocess
+import time
 from dataclasses import asdict
 
 import pytest
 import torch
 
 import fuseopt
-from fuseopt.bench.harness import generate_rows, plot
+from fuseopt.bench.harness import architectures, generate_rows, plot, workloads
+from fuseopt.bench.harness.architectures import load_config, weightless
 from fuseopt.bench.suites import first_call, generate
 from fuseopt.bench.suites.first_call import FirstCall
 from fuseopt.bench.suites.generate import CONFIGS, STATIC, Row
 from fuseopt.cli import main
+from fuseopt.models import COMMON, GPT2, T5
+from fuseopt.modules.base import full_name
 
 CPU = torch.device("cpu")
 
@@ -89,7 +93,36 @@ def test_rows_may_have_a_dtype_of_their_own():
     given = Row("gpt2-tiny", 1, prompt=4, new=2, dtype="float64")
     results = generate.run(device=CPU, rows=[given], dtype=torch.bfloat16, configs={})
     assert [record.case for record in results.rows] == ["a token of gpt2-tiny generate, 1 x (4 + 2), greedy, float64"]
-    assert generate._case(given, torch.bfloat16, CPU, {}, False).whole.model().dtype == torch.float64
+    assert generate._case(given, torch.bfloat16, CPU, {}).whole.model().dtype == torch.float64
+
+
+def test_every_family_with_a_decode_step_has_a_row():
+    """GPT-2 and T5 have rows of their own."""
+    with_step = {name for policy in (GPT2, T5, COMMON) for name in policy.decode_steps}
+    rows = [*generate_rows.FAMILY_ROWS, *generate_rows.GPU_ROWS]
+    assert {full_name(type(weightless(load_config(row.model), CPU))) for row in rows} == with_step
+
+
+def test_speech_is_timed_by_features(monkeypatch):
+    sizes = {"d_model": 24, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 90, "max_source_positions": 30}
+    heads = {"encoder_attention_heads": 3, "decoder_attention_heads": 3, "decoder_start_token_id": 3}
+    config = {**sizes, **heads, "architectures": ["WhisperForConditionalGeneration"]}
+    monkeypatch.setitem(architectures.ARCHITECTURES, "speech", ("whisper", config))
+    row = Row("speech", 2, prompt=30, new=3)
+    results = generate.run(device=CPU, rows=[row], configs={"generation": generate.GENERATION})
+    assert [record.difference for record in results.rows] == [None, "tokens equal"], results
+    assert results.rows[1].milliseconds[1] > 0
+
+
+def test_a_static_cache_that_compiles_too_long_is_a_row_that_says_so(monkeypatch):
+    monkeypatch.setattr(
+        generate, "limited", lambda work, seconds: workloads.limited(lambda model: time.sleep(9), seconds)
+    )
+    row = Row("gpt2-tiny", 1, prompt=4, new=2)
+    results = generate.run(device=CPU, rows=[row], configs={}, compile=True, compile_seconds=0.1)
+    assert [record.note for record in results.rows] == [None, "not finished in 0.1 s"]
+    time.sleep(0.2)  # no signal arrives after a call that is done in time
+    assert workloads.limited(lambda model: torch.ones(1), 0.1)(None) == 1
 
 
 def test_every_sampled_default_row_has_a_greedy_one():
@@ -119,6 +152,7 @@ def test_a_first_call_that_fails_says_why(monkeypatch):
     [
         (["--new", "3", "--batch", "2"], "--new, --batch: also name a model, such as --model"),
         (["--sample"], "--sample: also name a model"),
+        (["--families", "--model", "gpt2-tiny"], "--families: has its own models"),
         (["--model", "gpt2-tiny", "--top-k", "0"], "--top-k: has an effect only with --sample"),
     ],
 )
@@ -150,3 +184,5 @@ def test_the_command_line_makes_the_rows(monkeypatch, tmp_path):
     assert seen["configs"] == {"inference": fuseopt.Config.load("inference").to_dict()}
     assert (seen["dtype"], seen["compile"], seen["first_calls"], seen["device"]) == (torch.float16, False, True, CPU)
     assert drawn == [tmp_path / "a.svg"]
+    assert main(["bench", "generate", "--device", "cpu", "--families"]) == 0
+    assert seen["rows"] == generate_rows.FAMILY_ROWS

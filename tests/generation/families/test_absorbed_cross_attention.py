@@ -120,18 +120,18 @@ def test_weights_that_are_edited_show(model, absorbing):
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_what_is_absorbed(rows, each_device):
-    """Single items in bfloat16, of no more slots than the kernel is made for, where there are kernels."""
+    """Single items in bfloat16 or float32, of no more slots than the kernel is made for, where there are kernels."""
     on_gpu = each_device.type == "cuda"
     for dtype, slots, absorbs in (
         (torch.bfloat16, SLOTS, on_gpu and rows == 1),
         (torch.bfloat16, SLOTS + 1, False),
         (torch.float16, SLOTS, False),
-        (torch.float32, SLOTS, False),
+        (torch.float32, SLOTS, on_gpu and rows == 1),
     ):
         step = T5Step(tiny.t5().to(dtype))
         state = DecodeState(Sizes(rows, 8, slots), step.shape, step.vocab)
         assert (state.absorbed is not None) == absorbs
-        assert step.shape.absorbed_slots == (SLOTS if on_gpu and dtype is torch.bfloat16 else 0)
+        assert step.shape.absorbed_slots == (SLOTS if on_gpu and dtype is not torch.float16 else 0)
     beams = DecodeState(Sizes(4, 8, SLOTS, queries_per_kv=4, beams=4), step.shape, step.vocab)
     assert beams.absorbed is None
 

@@ -1,6 +1,8 @@
 """ReferenceDecoder against transformers, token by token in float32; and the kernels' step against it."""
 
 import copy
+import re
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 from transformers.models.gemma2 import modeling_gemma2
 
 import fuseopt
+from fuseopt.errors import PlanError
 from fuseopt.generation.engine.state import Sizes
 from fuseopt.generation.families import gpt2, t5
 from fuseopt.generation.families.decoder_spec import DecoderSpec, not_built_reasons
@@ -18,9 +21,11 @@ from tests.generation.families.tiny_decoders import (
     DECODERS,
     ENCODER_DECODERS,
     gpt_neox,
+    grouped,
     opt,
     randomised,
     scaled,
+    stablelm,
     step_of,
 )
 from tests.generation.same_calls import GENERATION
@@ -137,17 +142,34 @@ def test_the_step_gives_what_the_reference_does(family: str, rows: int, each_dev
             scaled("longrope", factor=4.0, short_factor=[1.0] * 4, long_factor=[2.0] * 4),
             "rope_type is 'longrope', whose frequencies depend on the length",
         ),
-        (lambda: opt(word_embed_proj_dim=16), "word_embed_proj_dim puts projections around the layers"),
         (
             lambda: opt(layer_norm_elementwise_affine=False),
             "layer_norm_elementwise_affine leaves its LayerNorms without weights",
         ),
+        *(
+            (partial(grouped, family, use_bidirectional_attention=True), "use_bidirectional_attention lets tokens")
+            for family in ("gemma", "gemma2", "gemma3_text")
+        ),
+        (partial(stablelm, qk_layernorm=True), "qk_layernorm has a norm of its own for each head"),
+        (partial(grouped, "cohere", use_qk_norm=True), "use_qk_norm has a norm of its own for each head"),
+        (partial(grouped, "olmo", clip_qkv=1.0), "clip_qkv bounds queries, keys and values"),
     ],
 )
 def test_what_a_spec_cannot_say_is_refused_with_a_reason(make: object, reason: str) -> None:
-    model = fuseopt.initialize(make(), GENERATION)
+    """By the plan; and by each call, if the config is changed later."""
+    model = make()
+    (skip,) = fuseopt.plan(model, GENERATION).skips
+    assert skip.target == "FusedGenerate" and skip.reason.startswith(reason)
+    with pytest.raises(PlanError, match=re.escape(reason)):
+        fuseopt.initialize(model, GENERATION, strict=True)
+    assert "generate" not in vars(model)
+
+
+def test_a_call_after_a_change_of_the_config_is_refused_with_a_reason() -> None:
+    model = fuseopt.initialize(grouped("gemma"), GENERATION)
+    model.config.use_bidirectional_attention = True
     model.generate(torch.tensor([[3, 4]]), max_new_tokens=2)
-    assert model.generate.calls[-1].reason == reason
+    assert model.generate.calls[-1].reason == "use_bidirectional_attention lets tokens attend to later ones"
 
 
 def test_each_thing_that_is_not_built_is_named_by_itself() -> None:

@@ -85,6 +85,7 @@ DECODERS: dict[str, Callable[[], nn.Module]] = {
     "smollm3": partial(grouped, "smollm3", no_rope_layers=[1, 0]),
     "stablelm": partial(stablelm, use_qkv_bias=True),
     "stablelm_parallel": partial(stablelm, use_parallel_residual=True),
+    "cohere": partial(grouped, "cohere", hidden_size=48, logit_scale=0.3, attention_bias=True),
     "phi3": partial(grouped, "phi3", sliding_window=4),
     "phi3_full_cache": partial(grouped, "phi3", sliding_window=4, **_FULL),
     "gemma": partial(grouped, "gemma"),
@@ -95,8 +96,11 @@ DECODERS: dict[str, Callable[[], nn.Module]] = {
     "gptj": gptj,
     "gptj_rounded": lambda: gptj().to(torch.bfloat16).float(),  # stored sines and cosines too
     "granite": partial(grouped, "granite", **MULTIPLIERS),
+    "olmo": partial(grouped, "olmo"),
     "olmo2": partial(grouped, "olmo2"),
     "opt": opt,
+    "opt_projected": partial(opt, word_embed_proj_dim=16),
+    "opt_350m": partial(opt, word_embed_proj_dim=16, do_layer_norm_before=False),
     "opt_post_norm": partial(opt, do_layer_norm_before=False),
 }
 """Decoder-only models, by the name of a family or of a variant."""

@@ -11,6 +11,7 @@ from transformers import DynamicCache, GPT2Config, T5Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.models.t5.modeling_t5 import T5Attention
 
+from fuseopt.bench.suites.kernels import launches_of
 from fuseopt.errors import BackendError
 from fuseopt.ops import decode_attention, decode_attention_
 from fuseopt.ops.decode.attention import decode_attention_reference
@@ -276,7 +277,7 @@ def test_kernel_against_float64(**case: Any) -> None:
     heads=st.integers(1, 13),
     head_dim=st.sampled_from([64, 128]),
     capacity=st.one_of(st.integers(1, 150), st.integers(1, 40)),
-    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
     **VARIED,
 )
 def test_kernel_for_many_rows_against_float64(fill: int, heads: int, **case: Any) -> None:
@@ -290,7 +291,7 @@ def test_kernel_for_many_rows_against_float64(fill: int, heads: int, **case: Any
     heads=st.integers(24, 40),
     head_dim=st.sampled_from([64, 128]),
     capacity=st.integers(1, 300),
-    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
     **VARIED,
 )
 def test_kernel_for_many_heads_of_one_row(**case: Any) -> None:
@@ -299,12 +300,34 @@ def test_kernel_for_many_heads_of_one_row(**case: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("beams", "head_dim", "kernel"),
+    [
+        (1, 64, "decode_attention_float32_kernel"),
+        (3, 128, "decode_attention_float32_kernel"),
+        (1, 80, "decode_attention_kernel"),
+    ],
+)
+def test_which_kernel_takes_float32(beams: int, head_dim: int, kernel: str) -> None:
+    query, cache = (torch.randn(2 * n, 3, *of, device="cuda") for n, of in ((beams, (head_dim,)), (1, (90, head_dim))))
+    lengths = torch.tensor([90, 17], device="cuda")
+    launches = launches_of(lambda: decode_attention(query, cache, cache, lengths, backend="cuda"))
+    assert [kernel in launch.name for launch in launches] == [True]
+    unaligned = torch.randn(cache.numel() + 1, device="cuda")[1:].view_as(cache)
+    launches = launches_of(lambda: decode_attention(query, unaligned, unaligned, lengths, backend="cuda"))
+    assert ["decode_attention_kernel" in launch.name for launch in launches] == [True]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("capacity", [40, 1031])  # places of one block, and of several
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @torch.no_grad()
-def test_a_new_key_that_is_masked_is_written_and_not_attended_to(capacity: int, head_dim: int) -> None:
+def test_a_new_key_that_is_masked_is_written_and_not_attended_to(
+    capacity: int, head_dim: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
-    options = {"device": "cuda", "dtype": torch.bfloat16}
+    options = {"device": "cuda", "dtype": dtype}
     query, key, value = torch.randn(2, 3, 3, head_dim, **options).unbind(1)
     caches = torch.randn(2, 2, 3, capacity, head_dim, **options)
     position, mask = 21, torch.ones(2, capacity, dtype=torch.bool, device="cuda")
@@ -316,7 +339,7 @@ def test_a_new_key_that_is_masked_is_written_and_not_attended_to(capacity: int, 
     plain = decode_attention_(query, key, value, *kept, positions, mask=mask, scale=0.1, backend="reference")
     torch.testing.assert_close(caches, kept, rtol=0, atol=0, equal_nan=True)
     assert caches[:, 1, :, position].isnan().all() and output.isfinite().all()
-    assert error([output], [plain]) <= 4 * torch.finfo(torch.bfloat16).eps
+    assert error([output], [plain]) <= 4 * torch.finfo(dtype).eps
 
 
 @pytest.mark.gpu

@@ -322,7 +322,9 @@ def test_many_rows_against_float64(**case: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("capacity", [5000, 33000])
-@pytest.mark.parametrize(("rows", "kv_heads", "group", "head_dim"), [(1, 8, 4, 64), (1, 1, 12, 256), (3, 2, 1, 128)])
+@pytest.mark.parametrize(
+    ("rows", "kv_heads", "group", "head_dim"), [(1, 8, 4, 64), (1, 1, 12, 256), (3, 2, 1, 128), (1, 2, 3, 72)]
+)
 @torch.no_grad()
 def test_long_caches(rows: int, kv_heads: int, group: int, head_dim: int, capacity: int) -> None:
     """Clusters of up to 16 blocks share a cache, more of it than their stages hold."""

@@ -1,6 +1,7 @@
 """decode_sample_ against transformers' processors and torch.multinomial, on every backend."""
 
 import copy
+import functools
 import subprocess
 import sys
 
@@ -15,8 +16,9 @@ from fuseopt.errors import BackendError
 from fuseopt.ops import SamplingFilters, decode_sample_, decode_select_, edit_logits, filter_scores
 from fuseopt.ops.decode.edit_logits import LogitsEdits, sample_edits
 from fuseopt.ops.decode.torch_draw import offset_of_draw
-from tests.ops.cases import DTYPES, Case, RawCalls, cases, examples, launched_kernels
+from tests.ops.cases import DTYPES, Case, RawCalls, cases, examples, launched_kernels, needs_sm90
 from tests.ops.decode.decode_states import state_of
+from tests.ops.variations import poisoned_allocations
 
 every_case = pytest.mark.parametrize("case", cases("decode_sample_"))
 FILTERS = st.builds(
@@ -31,7 +33,7 @@ FILTERS = st.builds(
     top_k=st.one_of(st.just(0), st.integers(20, 60)),
     top_p=st.one_of(st.just(1.0), st.floats(0.0, 0.9)),
     min_p=st.one_of(st.just(0.0), st.floats(0.0, 1.0)),
-    typical_p=st.just(1.0),
+    typical_p=st.one_of(st.just(1.0), st.floats(0.01, 0.99)),
     min_tokens=st.integers(2, 20),
 )
 # Rounding moves sums of probabilities, differences from the entropy, and ratios by no more than these.
@@ -87,13 +89,17 @@ def rounding_decides(scores: Tensor, divisors: Tensor, filters: SamplingFilters)
             ).masked_fill(~unclear, 0)
             of_sums = OF_SUMS + missing.sum(-1, keepdim=True)
             of_differences = OF_DIFFERENCES + (missing * (1 - missing.clamp(min=1e-300).log())).sum(-1, keepdim=True)
+            fewest = min(warper.min_tokens_to_keep, scores.shape[-1]) - 1
+            at_fewest = (distances - spread[:, fewest, None]).abs() < of_differences
+            unclear |= at_fewest & (fewest > 0) & (at_fewest.sum(-1, keepdim=True) > 1)
             for mass in (warper.mass - of_sums, warper.mass + of_sums):
-                last = (cumulative < mass).sum(-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
+                last = (cumulative < mass).sum(-1, keepdim=True).clamp(min=fewest, max=scores.shape[-1] - 1)
                 limit = spread.gather(1, last)
                 unclear |= (kept > -torch.inf) != (distances <= limit)
-                unclear |= ((distances - limit).abs() < of_differences) & (
-                    scores != scores.gather(1, order.gather(1, last))
-                )
+                near = (distances - limit).abs() < of_differences
+                differs = near & (scores != scores.gather(1, order.gather(1, last)))
+                # If rounding puts another token before those at the limit, it decides about them, too.
+                unclear |= near & differs.any(-1, keepdim=True)
         scores = kept
     certain = ratios.masked_fill((scores == -torch.inf) | unclear, -1.0)
     best = torch.nn.functional.pad(certain, (0, 1), value=-1.0).topk(2, dim=-1).values
@@ -110,6 +116,8 @@ def check_draws(case: Case, logits: Tensor, filters: SamplingFilters, edits: Log
     expected = copy.deepcopy(state)
     returned = torch.full_like(scores, torch.nan)
     case(logits, divisors, *state.values(), filters=filters, edits=edits, kept=returned)
+    raced = copy.deepcopy(expected)  # by another kernel, as no scores are returned
+    case(logits, divisors, *raced.values(), filters=filters, edits=edits)
     kept = scores
     for warper in warpers(filters):
         kept = warper(None, kept)
@@ -120,6 +128,7 @@ def check_draws(case: Case, logits: Tensor, filters: SamplingFilters, edits: Log
     assert torch.equal(only_filtered, returned) and torch.equal(highest, returned.amax(-1))
     decided = ~draw
     assert torch.equal(state["tokens"][decided], expected["tokens"][decided])
+    assert torch.equal(raced["tokens"][decided], expected["tokens"][decided])
     assert torch.equal(state["ids"][:, 4], state["tokens"]) and state["length"].item() == 5
     return int(decided.sum())
 
@@ -231,7 +240,7 @@ def test_wrong_arguments_are_refused_by_name(case: Case) -> None:
         (SamplingFilters(top_p=1.5), r"top_p must be in \[0, 1\]"),
         (SamplingFilters(typical_p=torch.nan), "typical_p must be"),
         (SamplingFilters(min_tokens=0), "min_tokens must be between 1 and 128"),
-        (SamplingFilters(min_tokens=2, typical_p=0.5), "1 with typical_p"),
+        (SamplingFilters(min_tokens=129), "min_tokens must be between 1 and 128"),
     ):
         with pytest.raises(ValueError, match=message):
             case(logits, logits, *state.values(), filters=filters)
@@ -309,6 +318,31 @@ def test_draws_the_generators_numbers(rows: int, vocabulary: int, filters: Sampl
         assert torch.equal(state["ids"], expected["ids"]) and random[2].item() == step + 1
 
 
+@needs_sm90
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "filters",
+    [
+        SamplingFilters(min_p=0.05),
+        SamplingFilters(top_k=2000, min_p=0.05),
+        SamplingFilters(top_p=0.02),
+        SamplingFilters(top_p=0.9, min_p=0.05),
+        SamplingFilters(typical_p=0.05),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rows", [1, 8, 70])
+def test_a_race_draws_from_what_one_filter_keeps(filters: SamplingFilters, rows: int) -> None:
+    """Flat and steep; of the flat ones several tokens are not kept before one is drawn."""
+    (case,) = (each.values[0] for each in cases("decode_sample_") if each.id == "decode_sample_-cuda-cuda")
+    for spread in (0.01, 0.6, 8.0):
+        logits = (spread * torch.randn(rows, 50_257, device="cuda")).bfloat16()
+        check_draws(case, logits, filters)
+        state, divisors = state_of(rows, 0, [], case.device), torch.ones_like(logits, dtype=torch.float32)
+        launched = launched_kernels(functools.partial(case, logits, divisors, *state.values(), filters=filters))
+        assert [("sample_race" in name, "decode_sample" in name) for name in launched[:1]] == [(True, False)]
+
+
 @pytest.mark.gpu
 def test_two_kernels_in_a_graph_draw_as_eager_calls_do() -> None:
     logits = torch.randn(3, 5000, device="cuda", dtype=torch.bfloat16)
@@ -353,3 +387,16 @@ def test_filters_take_a_row_without_a_finite_score() -> None:
         expected, _ = filter_scores(scores[::2].contiguous(), filters=filters, backend="cuda")
         assert torch.equal(kept[::2], expected) and (kept[1] == -torch.inf).all()
         assert torch.equal(highest, scores.amax(-1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 140])
+def test_filters_leave_the_same_from_run_to_run(rows: int) -> None:
+    """Blocks gather scores in any order."""
+    torch.manual_seed(rows)
+    scores = torch.randn(rows, 50_257, device="cuda").bfloat16()
+    for filters in (SamplingFilters(top_k=50, top_p=0.9), SamplingFilters(top_p=0.9), SamplingFilters(typical_p=0.9)):
+        first, _ = filter_scores(scores, filters=filters, backend="cuda")
+        for _ in range(20):
+            with poisoned_allocations():
+                assert torch.equal(filter_scores(scores, filters=filters, backend="cuda")[0], first)

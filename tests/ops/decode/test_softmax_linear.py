@@ -18,7 +18,7 @@ from tests.ops.cases import error, examples, to_float64
 from tests.ops.variations import poisoned_allocations
 
 HALVES = (torch.bfloat16, torch.float16)
-KERNEL = "decode_softmax_linear_kernel"
+KERNELS = {torch.bfloat16: "decode_softmax_linear_kernel", torch.float32: "decode_linear_fma_kernel"}
 
 
 def test_is_attention_with_its_projections(each_device: torch.device) -> None:
@@ -86,7 +86,7 @@ def check(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
 @pytest.mark.parametrize("residual", ["none", "same", "float32"])
 @pytest.mark.parametrize(
     ("groups", "outputs"), [(1, 8), (3, 40), (6, 512), (8, 512), (12, 768), (16, 1024), (16, 1600)]
@@ -108,22 +108,25 @@ def test_random_sizes_scales_and_residuals_against_float64(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", KERNELS, ids=str)
 @pytest.mark.parametrize(
     ("change", "takes"),
     [
         ("nothing", True),
         ("weight [N, K]", False),
-        ("float16 scores", False),
+        ("scores of another dtype", False),
         ("groups of another size", False),
         ("too many groups", False),
         ("too many rows", False),
         ("columns of no whole vectors", False),
         ("a weight that is not aligned", False),
-        ("a float32 weight", False),
+        ("a float64 weight", False),
     ],
 )
-def test_which_calls_are_one_launch(change: str, takes: bool) -> None:
-    rows, groups, slots, outputs, dtype = 2, 3, GROUP, 48, torch.bfloat16
+def test_which_calls_are_one_launch(change: str, takes: bool, dtype: torch.dtype) -> None:
+    rows, groups, slots, outputs = 2, 3, GROUP, 48
+    kernel = KERNELS[dtype]
+    takes = takes or (change == "too many groups" and dtype is torch.float32)
     if change == "groups of another size":
         slots = 96
     if change == "too many groups":
@@ -131,23 +134,23 @@ def test_which_calls_are_one_launch(change: str, takes: bool) -> None:
     if change == "too many rows":
         rows = FEW_ROWS + 1
     if change == "columns of no whole vectors":
-        outputs = 44
-    if change == "a float32 weight":
-        dtype = torch.float32
+        outputs = 44 if dtype is torch.bfloat16 else 46
+    if change == "a float64 weight":
+        dtype = torch.float64
     scores = torch.randn(rows, groups * slots, device="cuda")
     weight = torch.randn(groups * slots, outputs, device="cuda").to(dtype).T
     if change == "weight [N, K]":
         weight = weight.contiguous()
-    if change == "float16 scores":
+    if change == "scores of another dtype":
         scores = scores.half()
     if change == "a weight that is not aligned":
         weight = torch.cat([weight.new_zeros(1), weight.T.flatten()])[1:].view(groups * slots, outputs).T
     results = []
     launches = launches_of(lambda: results.append(decode_softmax_linear(scores, weight, groups, backend="cuda")))
-    assert sum(KERNEL in launch.name for launch in launches) == takes
+    assert sum(kernel in launch.name for launch in launches) == takes
     assert takes == (len([launch for launch in launches if "Memcpy" not in launch.name]) == 1)
     exact = decode_softmax_linear_reference(*map(to_float64, (scores, weight)), groups)
-    assert error(results, [exact]) <= 8 * torch.finfo(torch.bfloat16 if dtype is torch.bfloat16 else dtype).eps
+    assert error(results, [exact]) <= 8 * torch.finfo(dtype).eps
 
 
 @pytest.mark.gpu

@@ -127,7 +127,7 @@ def test_linear_in_several_chunks(device, assert_matches, monkeypatch, set_tuned
     set_tuned("linear_cross_entropy_chunk_bytes", 0)
     torch.manual_seed(0)
     *tensors, target = linear_case(device, dtype, 11, 24, classes)
-    assert len(list(linear_kernels.chunks(11, classes * dtype.itemsize, device))) == 3
+    assert len(list(linear_kernels.chunks(11, classes * dtype.itemsize, 24, device))) == 3
     arguments = (*tensors, target, IGNORED, smoothing, z_loss, dtype, True, True, True)
     losses, *gradients = linear_cross_entropy_fwd(*arguments)
     expected = linear_reference(*(tensor.double() for tensor in tensors), target, smoothing, z_loss)
@@ -218,13 +218,23 @@ def test_a_target_that_is_no_class_fails_an_assertion(device, bad):
 
 def test_chunks_cover_every_row_once_and_fit_the_buffer():
     for rows, width in ((1, 64), (65536, 50304), (5632, 50304), (3, 300_032), (10**6, 64)):
-        slices = list(linear_kernels.chunks(rows, 2 * width, torch.device("cpu")))
+        slices = list(linear_kernels.chunks(rows, 2 * width, 768, torch.device("cpu")))
         assert [row for s in slices for row in (s.start, s.stop)] == sorted(
             [0, rows, *(s.stop for s in slices[:-1]), *(s.start for s in slices[1:])]
         )
         largest = max(s.stop - s.start for s in slices)
         most = tuned("linear_cross_entropy_chunk_bytes", torch.device("cpu"))
         assert largest * width * 2 <= most or largest <= linear_kernels.CHUNK_ROWS
+
+
+@pytest.mark.parametrize(
+    ("width", "features", "expected"),
+    # 132 multiprocessors: GPT-2's 44 x 3 tiles of 128 x 256 are one round, of Llama-3.2-1B's 17 x 8 four are a second.
+    [(50304, 768, 44), (128256, 2048, 16), (50304, 1024, 33), (151936, 1024, 14), (300_032, 4096, 7), (10**7, 64, 1)],
+)
+def test_chunks_leave_few_multiprocessors_idle(width, features, expected):
+    first = next(linear_kernels.chunks(10**6, 2 * width, features, torch.device("cpu")))
+    assert first == slice(0, 128 * expected)
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ from fuseopt.training.passes import defer_grad_scaling
 from tests.training.graphs import targets, traced
 
 aten = torch.ops.aten
+CAST = torch.ops.prims.convert_element_type.default
 MATRIX, NUMBER = (8, 4), ()
 
 
@@ -38,6 +39,27 @@ def test_what_is_only_returned_is_made_last():
         return scaled, call(aten.exp.default, x)
 
     assert order(backward, MATRIX, NUMBER, MATRIX) == [aten.exp.default, aten.mul.Tensor]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_cast_of_a_16_bit_model_s_gradient_goes_with_it(tied):
+    def backward(call, weight_grad, scale, x):
+        rounded = call(CAST, call(aten.mul.Tensor, weight_grad, scale), torch.bfloat16)
+        others = call(CAST, call(aten.exp.default, x), torch.bfloat16)
+        return (call(aten.add.Tensor, others, rounded), others) if tied else (rounded, others)
+
+    expected = [aten.exp.default, CAST, aten.mul.Tensor, CAST, *([aten.add.Tensor] if tied else [])]
+    assert order(backward, MATRIX, NUMBER, MATRIX) == expected
+
+
+def test_a_cast_beside_another_reader_stays():
+    def backward(call, weight_grad, scale, x):
+        scaled = call(aten.mul.Tensor, weight_grad, scale)
+        rounded = call(CAST, scaled, torch.bfloat16)
+        return call(aten.add.Tensor, call(aten.exp.default, x), scaled), rounded
+
+    expected = [aten.mul.Tensor, CAST, aten.exp.default, aten.add.Tensor]
+    assert order(backward, MATRIX, NUMBER, MATRIX) == expected
 
 
 def test_the_first_of_its_readers_counts():

@@ -11,9 +11,7 @@ namespace fuseopt {
 // values weighted by these. All are stored in the shared memory of the first block, which merges them.
 class Parts {
  public:
-  static constexpr int kWidth = 8;  // dimensions that a lane stores at once
-
-  // `dims`: a multiple of kWidth.
+  // `dims`: a multiple of what a lane stores at once.
   static size_t bytes_of_part(size_t queries, size_t dims) { return queries * (dims * sizeof(float) + sizeof(Stats)); }
   static size_t bytes(size_t parts, size_t queries, size_t dims) {
     return sizeof(Header) + parts * bytes_of_part(queries, dims);
@@ -46,6 +44,8 @@ class Parts {
     if (blocks_ > 1) wait_at_cluster_barrier();
   }
 
+  // 4 or 8 neighbouring dimensions.
+  template <int kWidth>
   __device__ void leave_values(int query, int dim, const float (&values)[kWidth]) {
     leave(values_ + (own_ * queries_ + query) * dims_ + dim, values);
   }

@@ -225,7 +225,7 @@ struct DecodeSample {
   double top_p;         // 1: none
   double min_p;         // 0: none
   double typical_p;     // 1: none
-  int min_tokens;       // of the highest scores, that top_p and min_p leave; 1 with typical_p
+  int min_tokens;       // of the first in their order, that top_p, min_p and typical_p leave
   int blocks;           // per row, as fuseopt_decode_sample_blocks returns
   float* scratch;       // [rows, fuseopt_decode_sample_scratch]; null if that is 0
   float* kept;          // [rows, vocabulary]: gets the scores that are left, and -inf for others; or null

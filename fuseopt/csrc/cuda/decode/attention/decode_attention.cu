@@ -1,5 +1,5 @@
 // Attention of one query per row over a static cache whose filled length is on the device, in plain multiply-adds, for
-// any dtype, head size and alignment. The launcher chooses between this kernel and those on the tensor cores.
+// any dtype, head size and alignment. The launcher chooses between this kernel and the others.
 //
 // A (row, head) has up to 8 blocks, over which its places are spread evenly at any length. A group of lanes takes a
 // key, with 8 dimensions per lane, and runs the online softmax over its own places. The groups of a warp merge their
@@ -8,7 +8,7 @@
 #include "cuda/common/dependent_launch.cuh"
 #include "cuda/common/partial_softmax.cuh"
 #include "cuda/decode/attention/head_rotation.cuh"
-#include "cuda/decode/attention/on_tensor_cores.h"
+#include "cuda/decode/attention/attention_launchers.h"
 
 namespace fuseopt::decode_attention {
 
@@ -252,10 +252,15 @@ unsigned splits_for(const DecodeAttention& attention) {
   return splits;
 }
 
-// Whether mma.cuh takes it: one query per head of keys, unchanged, a head size that it has, and no long cache.
+// Whether a head of keys has one query of each row, and its scores are only scaled and biased.
+bool is_plain(const DecodeAttention& attention) {
+  return attention.group == 1 && !attention.has_rotation() && attention.window == 0 && attention.softcap == 0;
+}
+
+// Whether mma.cuh takes it.
 bool suits_mma(const DecodeAttention& attention) {
-  return attention.group == 1 && !attention.has_rotation() && attention.window == 0 && attention.softcap == 0 &&
-         (attention.head_dim == 64 || attention.head_dim == 128) && attention.capacity <= kMaxMmaCapacity;
+  return is_plain(attention) && (attention.head_dim == 64 || attention.head_dim == 128) &&
+         attention.capacity <= kMaxMmaCapacity;
 }
 
 // False if no kernel of the tensor cores takes it.
@@ -292,6 +297,10 @@ cudaError_t launch_as(const DecodeAttention& attention, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
     cudaError_t error = cudaSuccess;
     if (split.aligned && launch_on_tensor_cores<T>(attention, stream, error)) return error;
+  }
+  if constexpr (std::is_same_v<T, float>) {
+    cudaError_t error = cudaSuccess;
+    if (split.aligned && is_plain(attention) && launch_decode_attention_float32(attention, stream, error)) return error;
   }
   if constexpr (!std::is_same_v<T, double>) {  // double is for comparison only and need not be fast
     if (attention.head_dim <= 8 * kLaneDims) return launch_plain<T, 8>(split, stream);

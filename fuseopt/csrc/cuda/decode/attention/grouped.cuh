@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kMaxGroupedWarps* kWarpSize, kDims > 128 ? 1 :
       if (cap > 0) for_each([&](float& score, int) { score = cap * kLog2E * tanhf(score * cap_scale); });
       else for_each([&](float& score, int) { score *= scale; });
       if (attention.bias.data != nullptr) {
-        const unsigned head = head_of(lane % 4 * 2 + q);
+        const unsigned head = head_of(min(lane % 4 * 2 + q, queries - 1));  // a tile may have fewer queries than columns
         for_each([&](float& score, int key) { score += bias_of<T>(attention, places, head, base + key); });
       }
       for_each([&](float& score, int key) { score = kept >> key & 1 ? score : -INFINITY; });

@@ -5,28 +5,36 @@
 
 namespace fuseopt {
 
-constexpr int kMergeThreads = 256, kMaxParts = 128;
+constexpr int kMergeThreads = 256, kMergeDims = 2 * kWarpSize, kMaxParts = 128;
 
-// Merges what blocks have left in the workspace; a block has one query. Its threads have two dimensions each, and share
-// the parts.
+// Merges what blocks have left in the workspace; a block has kMergeDims dimensions of one query, and its warps share the
+// parts. All loads of a thread are in flight together, as the latency of the L2 cache is what it waits for.
 template <typename T>
 __global__ void __launch_bounds__(kMergeThreads)
     decode_attention_merge_kernel(const __grid_constant__ GroupedAttention grouped) {
   let_successor_start();
+  constexpr int kWarps = kMergeThreads / kWarpSize, kLoads = kMaxParts / kWarps, kLaneParts = kMaxParts / kWarpSize;
+  __shared__ float2 sums[kWarps][kWarpSize];
   __shared__ float shares[kMaxParts];
-  __shared__ float2 sums[kMergeThreads];
   const DecodeAttention& attention = grouped.attention;
-  const int head_dim = static_cast<int>(attention.head_dim), parts = grouped.blocks, lane = threadIdx.x % kWarpSize;
+  const int head_dim = static_cast<int>(attention.head_dim), parts = grouped.blocks, size = head_dim + 2;
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, dim = blockIdx.y * kMergeDims + 2 * lane;
   const float* const first = part_of(attention, blockIdx.x, parts, 0);
   wait_for_predecessor();
-  if (threadIdx.x < kWarpSize) {
-    constexpr int kLaneParts = kMaxParts / kWarpSize;
+  float2 values[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const int part = i * kWarps + warp;
+    const bool is_there = part < parts && dim < head_dim;
+    values[i] = is_there ? *reinterpret_cast<const float2*>(first + part * size + 2 + dim) : float2{};
+  }
+  if (warp == 0) {
     PartStats stats[kLaneParts];
     float largest = -INFINITY, sum = 0;
 #pragma unroll
     for (int i = 0; i < kLaneParts; ++i) {
       const int part = i * kWarpSize + lane;
-      if (part < parts) stats[i] = *reinterpret_cast<const PartStats*>(first + part * (head_dim + 2));
+      if (part < parts) stats[i] = *reinterpret_cast<const PartStats*>(first + part * size);
       largest = fmaxf(largest, stats[i].largest);
     }
     largest = warp_reduce<Max>(largest);
@@ -39,23 +47,20 @@ __global__ void __launch_bounds__(kMergeThreads)
     }
   }
   __syncthreads();
-  const int width = head_dim <= 64 ? 32 : head_dim <= 128 ? 64 : 128;  // threads that have all dimensions
-  const int dim = threadIdx.x % width * 2, step = kMergeThreads / width;
   float2 total = {};
-  if (dim < head_dim) {
-#pragma unroll 8
-    for (int part = threadIdx.x / width; part < parts; part += step) {
-      const float2 values = *reinterpret_cast<const float2*>(first + part * (head_dim + 2) + 2 + dim);
-      total.x += shares[part] * values.x;
-      total.y += shares[part] * values.y;
-    }
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const float share = shares[i * kWarps + warp];
+    total.x += share * values[i].x;
+    total.y += share * values[i].y;
   }
-  sums[threadIdx.x] = total;
+  sums[warp][lane] = total;
   __syncthreads();
-  if (threadIdx.x >= width || dim >= head_dim) return;
-  for (int i = 1; i < step; ++i) {
-    total.x += sums[threadIdx.x + i * width].x;
-    total.y += sums[threadIdx.x + i * width].y;
+  if (warp != 0 || dim >= head_dim) return;
+#pragma unroll
+  for (int i = 1; i < kWarps; ++i) {
+    total.x += sums[i][lane].x;
+    total.y += sums[i][lane].y;
   }
   T* const output = static_cast<T*>(attention.output) + int64_t(blockIdx.x) * head_dim + dim;
   *reinterpret_cast<unsigned*>(output) = packed<T>(total.x, total.y);
@@ -124,7 +129,11 @@ cudaError_t launch_grouped_kernel(const DecodeAttention& attention, const Groupe
   const GroupedAttention argument{attention, static_cast<int>(grouped.blocks), grouped.stages, grouped.leaves_parts};
   const cudaError_t error = launch_dependent(kernel, argument, shape, attention.pdl, stream);
   if (error != cudaSuccess || !grouped.leaves_parts) return error;
-  const LaunchShape merge{static_cast<unsigned>(attention.rows * attention.heads), kMergeThreads, 0, 1};
+  const LaunchShape merge{.blocks = static_cast<unsigned>(attention.rows * attention.heads),
+                          .threads = kMergeThreads,
+                          .shared_bytes = 0,
+                          .cluster_blocks = 1,
+                          .blocks_y = static_cast<unsigned>(ceil_div(attention.head_dim, kMergeDims))};
   return launch_dependent(decode_attention_merge_kernel<T>, argument, merge, attention.pdl, stream);
 }
 

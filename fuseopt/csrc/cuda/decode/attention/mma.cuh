@@ -136,11 +136,12 @@ __global__ void __launch_bounds__(kMmaThreads<kDims>)
 struct Split {
   unsigned parts, blocks;
 
-  Split(const DecodeAttention& attention, int64_t units, size_t bytes_of_part, unsigned most_warps) {
+  Split(const DecodeAttention& attention, int64_t units, size_t bytes_of_part, unsigned most_warps,
+        int64_t keys_of_warp = kTileKeys) {
     constexpr size_t kSharedBytes = 96 * 1024;
     static_assert(kSharedBytes + sizeof(float4) <= kLeastSharedBytesOfSm80);
     parts = is_sm90_or_newer() ? most_warps * kMaxAttentionBlocks : most_warps;
-    while (parts > 4 && (parts / 2 * kTileKeys >= attention.capacity || parts * bytes_of_part > kSharedBytes ||
+    while (parts > 4 && (parts / 2 * keys_of_warp >= attention.capacity || parts * bytes_of_part > kSharedBytes ||
                          units * parts > tuning().decode_attention_warps * multiprocessor_count())) {
       parts /= 2;
     }

@@ -45,6 +45,8 @@ template <>
 bool emits_partials<float>(const DecodeLinear&);
 template <>
 bool accepts_partials<float>(const DecodeLinear&);
+bool takes_softmax_fma(const DecodeLinear& layer, int64_t groups);  // as fuseopt_takes_decode_softmax_linear
+cudaError_t launch_softmax_fma(const DecodeLinear& layer, cudaStream_t stream);
 
 // Acc is float or double.
 template <typename Acc>

@@ -1,5 +1,6 @@
-// decode_softmax_linear on the tensor cores: a warp has one group of a row's scores, and what they weigh in its registers
-// before it waits for the previous kernel. So a softmax is among lanes, and warps meet once, to add up.
+// decode_softmax_linear on the tensor cores; for float32 weights it is a variant of fma.cuh. A warp has one group of a row's
+// scores, and what they weigh in its registers before it waits for the previous kernel. So a softmax is among lanes, and
+// warps meet once, to add up.
 #include "cuda/decode/linear/weight_fragments.cuh"
 #include "cuda/common/math.cuh"
 
@@ -133,12 +134,18 @@ cudaError_t launch(const DecodeLinear& layer, int64_t groups, cudaStream_t strea
 }  // namespace
 
 extern "C" bool fuseopt_takes_decode_softmax_linear(DecodeLinear layer, int64_t groups) {
-  if (layer.weight_dtype == kFloat16) return suits<__half>(layer, groups);
-  return layer.weight_dtype == kBFloat16 && suits<__nv_bfloat16>(layer, groups);
+  switch (static_cast<DType>(layer.weight_dtype)) {
+    case kFloat16: return suits<__half>(layer, groups);
+    case kBFloat16: return suits<__nv_bfloat16>(layer, groups);
+    case kFloat32: return takes_softmax_fma(layer, groups);
+    case kFloat64: return false;
+  }
+  return false;
 }
 
 extern "C" cudaError_t fuseopt_decode_softmax_linear(DecodeLinear layer, int64_t groups, cudaStream_t stream) {
   if (layer.rows == 0 || layer.out_features == 0) return cudaSuccess;
+  if (layer.weight_dtype == kFloat32) return launch_softmax_fma(layer, stream);
   return layer.weight_dtype == kFloat16 ? launch<__half>(layer, groups, stream)
                                         : launch<__nv_bfloat16>(layer, groups, stream);
 }

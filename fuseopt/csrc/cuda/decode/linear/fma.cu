@@ -10,13 +10,21 @@ bool launch_decode_linear_few_rows<float>(const DecodeLinear& layer, cudaStream_
   if (!plan.fits()) return false;
   const bool has_norm = layer.norm != kNoNorm;
   if (layer.weights_are_transposed) {
-    error = has_norm ? launch_fma<Layout::kColMajorKN, true>(layer, plan, stream)
-                     : launch_fma<Layout::kColMajorKN, false>(layer, plan, stream);
+    error = has_norm ? launch_fma<Layout::kColMajorKN, FmaInput::kNormalised>(layer, plan, stream)
+                     : launch_fma<Layout::kColMajorKN, FmaInput::kStored>(layer, plan, stream);
   } else {
-    error = has_norm ? launch_fma<Layout::kRowMajorNK, true>(layer, plan, stream)
-                     : launch_fma<Layout::kRowMajorNK, false>(layer, plan, stream);
+    error = has_norm ? launch_fma<Layout::kRowMajorNK, FmaInput::kNormalised>(layer, plan, stream)
+                     : launch_fma<Layout::kRowMajorNK, FmaInput::kStored>(layer, plan, stream);
   }
   return true;
+}
+
+bool takes_softmax_fma(const DecodeLinear& layer, int64_t groups) {
+  return layer.weights_are_transposed && layer.in_features == groups * kSoftmaxGroup && takes_fma(layer);
+}
+
+cudaError_t launch_softmax_fma(const DecodeLinear& layer, cudaStream_t stream) {
+  return launch_fma<Layout::kColMajorKN, FmaInput::kSoftmax>(layer, fma_plan(layer), stream);
 }
 
 template <>

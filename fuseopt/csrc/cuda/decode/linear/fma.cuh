@@ -1,6 +1,6 @@
 // decode_linear for float32 weights and 1 to 16 rows, in multiply-adds: the tensor cores have no product of float32, and
 // at so few rows reading the weight takes longer than the multiply-adds. A block computes strips of output columns, one
-// after another; its warps split K. Each warp copies its own part of the weight into a ring of shared memory, from before
+// after another; its warps split K, and the blocks of a cluster split a long one. Each warp copies its own part of the weight into a ring of shared memory, from before
 // the wait for the previous kernel on. A ring is small enough for a block of the next kernel to fit beside it and load
 // meanwhile.
 #pragma once
@@ -12,24 +12,27 @@
 namespace fuseopt {
 
 // Where a block has what in shared memory, in floats behind its ring: rows [kRows][held_k]; of a norm, its weight and bias
-// [2][held_k]; sums of each warp [2][kFmaWarps][kRows][kColumns]; sums of warps over a row [2][kFmaWarps].
+// [2][held_k]; sums of each warp [2][kFmaWarps][kRows][kColumns]; sums of warps over a row [2][kFmaWarps]; of a cluster's
+// first block, the sums of the others [parts - 1][kRows][kColumns].
 template <bool kNorm, int kRows, int kColumnLanes>
 struct FmaPlaces {
-  int params, sums, teams, end;
+  int params, sums, teams, received;
 
   __host__ __device__ explicit FmaPlaces(int held_k)
       : params(kRows * held_k),
         sums(params + (kNorm ? 2 * held_k : 0)),
         teams(sums + 2 * kFmaWarps * kRows * FmaShape<kColumnLanes>::kColumns),
-        end(teams + 2 * kFmaWarps) {}
+        received(teams + 2 * kFmaWarps) {}
 };
 
-template <Layout kLayout, bool kNorm, int kRows, int kColumnLanes>
+template <Layout kLayout, FmaInput kInput, int kRows, int kColumnLanes>
 __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const __grid_constant__ FmaLayer layer) {
   using Shape = FmaShape<kColumnLanes>;
+  constexpr bool kNorm = kInput == FmaInput::kNormalised;
   constexpr int kColumns = Shape::kColumns, kKLanes = kWarpSize / kColumnLanes;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, rows = layer.rows, held = layer.held_k;
-  const int first_k = layer.is_split_k ? blockIdx.y * layer.share : 0;
+  const int parts = kNorm ? 1 : layer.parts, part = kNorm ? 0 : static_cast<int>(blockIdx.x) % parts;
+  const int first_k = (layer.is_split_k ? static_cast<int>(blockIdx.y) : part) * layer.share;
   const int columns = min(layer.in_features - first_k, layer.share);
   const int outputs = layer.is_gated ? layer.out_features : layer.widths[blockIdx.y];
   const int own_k = warp * Shape::kWarpK + lane / kColumnLanes * kFmaTile, own_place = lane % kColumnLanes * kFmaTile;
@@ -43,8 +46,9 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
   };
 
   let_successor_start();
-  int strip = static_cast<int>(blockIdx.x);
-  FmaStream<kLayout, kColumnLanes> weight(layer, strip, outputs, columns);
+  const int step = static_cast<int>(gridDim.x) / parts;
+  int strip = static_cast<int>(blockIdx.x) / parts;
+  FmaStream<kLayout, kColumnLanes> weight(layer, strip, step, outputs, first_k, columns);
 #pragma unroll 1
   for (int k = threadIdx.x * kFmaTile; kNorm && k < held; k += kFmaThreads * kFmaTile) {
     copy_async(scale + k, layer.norm_weight + k, layer.norm_weight != nullptr && k < columns);
@@ -56,10 +60,16 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
 #pragma unroll 1
   for (int g = layer.slots * layer.copy_groups; g < kFmaStages; ++g) end_copy_group();
 
+  __shared__ Mailbox mailbox;
+  if (parts > 1) {
+    if (part == 0) mailbox.open((parts - 1) * kRows * kColumns * sizeof(float));
+    arrive_relaxed_at_cluster_barrier();
+  }
+
   // What the thread finishes of each strip: one output.
   static_assert(kRows * kColumns <= kFmaThreads);
   const int width = layer.is_gated ? kColumns / 2 : kColumns, strips = (outputs + width - 1) / width;
-  const bool has_several_strips = strips > static_cast<int>(gridDim.x);
+  const bool has_several_strips = strips > step;
   if (!has_several_strips) prefetch_next_weights(layer);
   const int own_row = threadIdx.x / width, own_column = threadIdx.x % width;
   const int64_t first_output =
@@ -69,7 +79,7 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
   unsigned rules_of_column = 0;
   const auto load_parameters = [&] {
     const int column = strip * width + own_column;
-    if (own_row >= rows || column >= outputs) return;
+    if (own_row >= rows || column >= outputs || part > 0) return;
     const float* const biases = layer.biases[layer.is_gated ? 0 : blockIdx.y];
     if (biases != nullptr) bias = biases[column];
     if (layer.is_gated && layer.biases[1] != nullptr) gate_bias = layer.biases[1][column];
@@ -77,7 +87,7 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
   };
   const auto load_residual = [&] {
     const int column = strip * width + own_column;
-    if (layer.residual == nullptr || own_row >= rows || column >= outputs) return;
+    if (layer.residual == nullptr || own_row >= rows || column >= outputs || part > 0) return;
     residual = __ldcg(static_cast<const float*>(layer.residual) + output_row + column);
   };
   load_parameters();
@@ -122,6 +132,10 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
         if (partials != nullptr && k < there) {
           values[i] = with_partials(values[i], k);
           if (layer.sum != nullptr && blockIdx.x == 0) *reinterpret_cast<float4*>(layer.sum + at + k) = values[i];
+        }
+        if constexpr (kInput == FmaInput::kSoftmax) {
+          static_assert(kWarpSize * kFmaTile == kSoftmaxGroup);  // a warp has a whole group
+          if (k < there) values[i] = softmax_of_warp(values[i]);
         }
         if (k < held) *reinterpret_cast<float4*>(row + k) = values[i];
         if constexpr (kNorm) sums.add(values[i]);
@@ -168,7 +182,7 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
   for (int turn = 0; strip < strips; turn ^= 1) {
     float sums[kRows * kFmaTile] = {};
     const float* own_x = x + own_k;
-#pragma unroll 1
+#pragma unroll kFmaUnroll<kRows>
     for (int s = 0; s < layer.stages; ++s) {
       await_copy_groups<kFmaStages - 1>();
       __syncwarp();
@@ -203,20 +217,30 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
     }
     __syncthreads();
 
+    const auto total = [&](int place, float sum) {
+#pragma unroll
+      for (int w = 0; w < kFmaWarps; ++w) sum += sums_at(turn, w, own_row)[place];
+      return sum;
+    };
+    if (parts > 1) {  // a cluster has one strip
+      wait_at_cluster_barrier();
+      float* const received = x + places.received + threadIdx.x;
+      if (part > 0) {
+        if (own_row < kRows) mailbox.send(received + (part - 1) * kRows * kColumns, total(own_column, 0.f), 0);
+        return;
+      }
+      mailbox.wait();
+      for (int p = 1; p < parts && own_row < kRows; ++p) bias += received[(p - 1) * kRows * kColumns];
+    }
     const int column = strip * width + own_column;
     if (own_row < rows && column < outputs) {
-      const auto total = [&](int place, float sum) {
-#pragma unroll
-        for (int w = 0; w < kFmaWarps; ++w) sum += sums_at(turn, w, own_row)[place];
-        return sum;
-      };
       float value = activate_quickly(layer.activation, total(own_column, bias));
       if (layer.is_gated) value *= total(own_column + width, gate_bias);
       value += residual;
       static_cast<float*>(layer.output)[output_row + column] = value;
       if (kNorm && layer.best != nullptr) best.consider(rules.edited(value, rules_of_column), column);
     }
-    strip += gridDim.x;
+    strip += step;
     load_parameters();
     load_residual();
   }
@@ -226,25 +250,23 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
   if (own_column == 0 && own_row < rows) layer.best[own_row * gridDim.x + blockIdx.x] = best;
 }
 
-template <Layout kLayout, bool kNorm, int kRows, int kColumnLanes>
+template <Layout kLayout, FmaInput kInput, int kRows, int kColumnLanes>
 cudaError_t launch_fma_as(const FmaLayer& layer, const LaunchShape& shape, bool pdl, cudaStream_t stream) {
-  return launch_dependent(decode_linear_fma_kernel<kLayout, kNorm, kRows, kColumnLanes>, layer, shape, pdl, stream);
+  return launch_dependent(decode_linear_fma_kernel<kLayout, kInput, kRows, kColumnLanes>, layer, shape, pdl, stream);
 }
 
-template <Layout kLayout, bool kNorm>
+template <Layout kLayout, FmaInput kInput>
 cudaError_t launch_fma(const DecodeLinear& layer, const FmaPlan& plan, cudaStream_t stream) {
   FmaLayer of{mma_layer<float>(layer)};
   of.stages = plan.stages, of.slots = plan.slots, of.copy_groups = plan.copy_groups;
-  of.held_k = plan.held_k, of.share = plan.share;
+  of.held_k = plan.held_k, of.parts = plan.parts, of.share = plan.share;
   of.is_gated = layer.gated, of.is_split_k = layer.is_split_k;
-  if (layer.is_split_k) {
-    of.weights[1] = of.weights[0] + plan.share * (kLayout == Layout::kColMajorKN ? layer.weight_stride : 1);
-  }
+  if (layer.is_split_k) of.weights[1] = of.weights[0];
   of.best = static_cast<Candidate<float>*>(layer.best);
   of.rules = layer.rules;
   of.sequence_length = layer.sequence_length;
-  const LaunchShape shape{static_cast<unsigned>(plan.blocks), kFmaThreads, plan.shared_bytes, 1,
-                          static_cast<unsigned>(plan.grid_rows(layer))};
+  const LaunchShape shape{static_cast<unsigned>(plan.blocks), kFmaThreads, plan.shared_bytes,
+                          static_cast<unsigned>(plan.parts), static_cast<unsigned>(plan.grid_rows(layer))};
   of.share_prefetch(shape);
   const auto launch = [&]<int kRows>() {
     cudaError_t error = cudaSuccess;
@@ -252,8 +274,8 @@ cudaError_t launch_fma(const DecodeLinear& layer, const FmaPlan& plan, cudaStrea
       of.rows = static_cast<int>(std::min<int64_t>(layer.rows - row, kRows));
       // Launches for further rows share no data with the first, but write beside it: only that one overlaps.
       const bool pdl = layer.pdl && row == 0;
-      error = plan.column_lanes == 2 ? launch_fma_as<kLayout, kNorm, kRows, 2>(of, shape, pdl, stream)
-                                     : launch_fma_as<kLayout, kNorm, kRows, 4>(of, shape, pdl, stream);
+      error = plan.column_lanes == 2 ? launch_fma_as<kLayout, kInput, kRows, 2>(of, shape, pdl, stream)
+                                     : launch_fma_as<kLayout, kInput, kRows, 4>(of, shape, pdl, stream);
       of.input = static_cast<const float*>(of.input) + kRows * layer.in_features;
       of.output = static_cast<float*>(of.output) + kRows * of.output_stride;
       if (of.residual != nullptr) of.residual = static_cast<const float*>(of.residual) + kRows * of.output_stride;

@@ -9,6 +9,7 @@ namespace fuseopt {
 struct FmaPlan {
   int kernel_rows = 1;  // that the kernel is compiled for
   int column_lanes, strips, stages, slots, copy_groups = 1, held_k, blocks;
+  int parts = 1;        // of K, in the blocks of a cluster
   int shares, share;    // of K
   size_t shared_bytes;
 
@@ -19,6 +20,7 @@ struct FmaPlan {
       if (kernel_rows < std::min(layer.rows, most_rows)) kernel_rows = fewer;
     }
     cover(layer, 4);
+    if (split_over_cluster(layer)) return;
     if (!layer.gated && 2 * strips * grid_rows(layer) < multiprocessor_count()) cover(layer, 2);
     // All that a block reads, if it is little; else a ring, and strips enough to share out evenly.
     const auto fit = [&](int most_slots) {
@@ -45,6 +47,24 @@ struct FmaPlan {
   int grid_rows(const DecodeLinear& layer) const { return layer.gated ? 1 : layer.weight_count * shares; }
 
  private:
+  // A K that does not fit into a ring, if all blocks are resident.
+  bool split_over_cluster(const DecodeLinear& layer) {
+    constexpr int kMostParts = 4;
+    if (!is_sm90_or_newer() || stages <= kFmaStages || layer.gated || layer.is_split_k || layer.norm != kNoNorm) return false;
+    const int whole = share;
+    while (parts < kMostParts && stages > kFmaStages / 2) {
+      parts *= 2;
+      share = static_cast<int>(ceil_div(ceil_div(whole, parts), FmaShape<4>::kStageK) * FmaShape<4>::kStageK);
+      cover(layer, 4);
+    }
+    slots = std::min(kFmaStages, stages);
+    hold(layer);
+    blocks = strips * parts;
+    if (stages <= kFmaStages && blocks <= most_blocks(layer)) return true;
+    parts = 1, share = whole;
+    cover(layer, 4);
+    return false;
+  }
   void cover(const DecodeLinear& layer, int lanes) {
     column_lanes = lanes;
     const int columns = lanes * kFmaTile, stage_k = kFmaWarps * kWarpSize / lanes * kFmaTile;
@@ -54,7 +74,8 @@ struct FmaPlan {
   }
   void hold(const DecodeLinear& layer) {
     const int64_t floats = held_k * (kernel_rows + (layer.norm != kNoNorm ? 2 : 0)) +
-                           2 * kFmaWarps * (kernel_rows * column_lanes * kFmaTile + 1);
+                           2 * kFmaWarps * (kernel_rows * column_lanes * kFmaTile + 1) +
+                           (parts - 1) * kernel_rows * column_lanes * kFmaTile;
     shared_bytes = slots * kFmaStageBytes + floats * sizeof(float);
   }
   // Blocks that are resident on the device at a time.

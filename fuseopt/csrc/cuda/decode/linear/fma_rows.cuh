@@ -70,6 +70,16 @@ __device__ inline float4 normalised(const float4& x, const RowSums& norm, const 
   return {of(x.x, scale.x, shift.x), of(x.y, scale.y, shift.y), of(x.z, scale.z, shift.z), of(x.w, scale.w, shift.w)};
 }
 
+constexpr int kSoftmaxGroup = 128;  // scores
+
+// Softmax of a group's scores, four of which each lane has.
+__device__ inline float4 softmax_of_warp(const float4& x) {
+  const float highest = warp_reduce<Max>(fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
+  const float4 powers = {expf(x.x - highest), expf(x.y - highest), expf(x.z - highest), expf(x.w - highest)};
+  const float factor = 1.f / warp_reduce<Sum>((powers.x + powers.y) + (powers.z + powers.w));
+  return {powers.x * factor, powers.y * factor, powers.z * factor, powers.w * factor};
+}
+
 __device__ inline float4 operator+(const float4& a, const float4& b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
 }  // namespace fuseopt

@@ -15,14 +15,21 @@ constexpr int kFmaTile = 4;
 // TUNED: GPT-2 124M's linear layers with 1, 8 and 16 rows, H200: 242, 428 and 668 us a step; with 4 stages 268, 418 and
 // 647 (71030c3).
 constexpr int kFmaStages = 6;
+// TUNED: the same layers, H200, with 1, 8 and 16 rows: unrolled by 3 272, 342 and 671 us, not unrolled 284, 350 and 637.
+template <int kRows>
+constexpr int kFmaUnroll = kRows <= 8 ? 3 : 1;
 constexpr int kFmaStageBytes = kFmaThreads * kFmaTile * kAccessBytes;
+
+// What happens to the input's rows before the product.
+enum class FmaInput { kStored, kNormalised, kSoftmax };
 
 struct FmaLayer : MmaLayer<float> {
   int stages;       // of K, in a strip
   int slots;        // of the ring: stages that it holds
   int copy_groups;  // of a stage, for those of all slots to be kFmaStages
   int held_k;       // of each row in shared memory: whole stages
-  int share;        // of K, of each y of the grid if split_k: in_features otherwise
+  int parts;        // of K: the blocks of a cluster
+  int share;        // of K, of each part, or of each y of the grid if split_k: in_features otherwise
   bool is_gated, is_split_k;
   Candidate<float>* best;  // of each row, for each block: its highest output; or null
   TokenRules rules;        // by which outputs are compared
@@ -47,15 +54,16 @@ class FmaStream {
   static constexpr int kLinePieces = kIsKN ? kColumnLanes : kWarpSize / kColumnLanes, kLines = kWarpSize / kLinePieces;
 
  public:
-  // `outputs`: columns of the weight; `columns`: of K.
-  __device__ FmaStream(const FmaLayer& layer, int strip, int outputs, int columns)
+  // `outputs`: columns of the weight; `columns`: of K, from `first_k` on; `step`: from a strip to the next.
+  __device__ FmaStream(const FmaLayer& layer, int strip, int step, int outputs, int first_k, int columns)
       : layer_(layer), outputs_(outputs), columns_(columns), width_(layer.is_gated ? Shape::kColumns / 2 : Shape::kColumns) {
+    step_ = step * width_;
     const int place = kIsKN ? piece() * kFmaTile : line(0);  // of the strip
     const bool is_gate = place >= width_;
     k_ = warp() * Shape::kWarpK + (kIsKN ? line(0) : piece() * kFmaTile);
     first_column_ = strip * width_;
     column_ = first_column_ + (is_gate ? place - width_ : place);
-    from_ = layer.weights[is_gate ? 1 : blockIdx.y] + (kIsKN ? offset(k_) + column_ : offset(column_) + k_);
+    from_ = layer.weights[is_gate ? 1 : blockIdx.y] + (kIsKN ? column_ : offset(column_)) + along_k(first_k + k_);
     to_gate_ = layer.is_gated && !kIsKN ? layer.weights[1] - layer.weights[0] - offset(width_) : 0;
   }
 
@@ -73,11 +81,11 @@ class FmaStream {
       k_ += Shape::kStageK;
       from_ += along_k(Shape::kStageK);
       if (++stage_ == layer_.stages) {
-        const int back = layer_.stages * Shape::kStageK, columns = static_cast<int>(gridDim.x) * width_;
+        const int back = layer_.stages * Shape::kStageK;
         stage_ = 0;
         k_ -= back;
-        first_column_ += columns, column_ += columns;
-        from_ += (kIsKN ? static_cast<int64_t>(columns) : offset(columns)) - along_k(back);
+        first_column_ += step_, column_ += step_;
+        from_ += (kIsKN ? static_cast<int64_t>(step_) : offset(step_)) - along_k(back);
       }
     }
 #pragma unroll 1
@@ -111,7 +119,7 @@ class FmaStream {
 
   const FmaLayer& layer_;
   const int outputs_, columns_, width_;
-  int k_, first_column_, column_, stage_ = 0;
+  int k_, first_column_, column_, step_, stage_ = 0;
   const float* from_;
   int64_t to_gate_;  // of the same place in the strip
 };

@@ -266,11 +266,13 @@ struct StreamedNKPlan {
       all_strips += strips[i];
     }
     while (1 << slot_bits < std::min<int64_t>(layer.rows, kHalfRows)) ++slot_bits;
-    // A few blocks for a strip, where there are few strips.
+    // A few blocks for a strip, where there are few strips. With more than 8 rows a multiprocessor has room for one.
+    if (halves == 2) stages = 2;
     split(layer);
     while (is_sm90_or_newer() && blocks < kMaxStreamedNKCluster &&
            (2 * all_strips * blocks <= multiprocessor_count() ||
-            (all_strips * blocks < multiprocessor_count() && part_stages > kLongPart))) {
+            (halves == 1 && all_strips * blocks < multiprocessor_count() && part_stages > kLongPart) ||
+            (halves == 2 && per_multiprocessor() < 1))) {
       blocks *= 2;
       split(layer);
     }

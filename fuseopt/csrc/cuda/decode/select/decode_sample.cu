@@ -8,30 +8,12 @@
 
 #include "cuda/common/dependent_launch.cuh"
 #include "cuda/decode/select/end_of_step.cuh"
-#include "cuda/decode/select/exponential_draw.cuh"
 #include "cuda/decode/select/logits_chunk.cuh"
-#include "cuda/decode/select/score_cut.cuh"
-#include "cuda/decode/select/typicality.cuh"
+#include "cuda/decode/select/sample_race.h"
+#include "cuda/decode/select/sampled_row.cuh"
 
 namespace fuseopt::decode_sample {
 namespace {
-
-// TUNED: not measured.
-constexpr int kThreads = RowCutter::kThreads;
-constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kPerThread = 8;
-constexpr int kChunk = kThreads * kPerThread;
-constexpr float kLog2OfE = 1.442695041f;
-
-using By = CutBy;
-using Weight = RowCutter::Weight;
-
-struct SampleRows {
-  DecodeSample of;
-  ScoreArithmetic<float> arithmetic;
-  int chunks_of_block;
-  TorchDraw draw;
-};
 
 // Edits this block's scores and stores them; others than tokens are -inf. Returns the highest and, negated, the lowest
 // finite score of the thread.
@@ -74,86 +56,6 @@ __device__ float2 load_scores(const SampleRows& rows, int64_t row, int first_chu
   return {highest, negated_lowest};
 }
 
-// The cluster's view of its row.
-struct SampledRow {
-  const SampleRows& rows;
-  int64_t row;
-  ExponentialDraw draw;
-  int places;     // of each block
-  int row_begin;  // the token of the first block's first place
-  float* scores = nullptr;  // this block's
-  int begin = 0;            // the token of its first place
-  float highest = 0, lowest = 0;
-
-  __device__ float weight_of(float score) const { return expf(score - highest); }
-  __device__ float log2_weight_of(float score) const { return (score - highest) * kLog2OfE; }
-
-  // A score's probability divided by its number, but for a factor.
-  __device__ float ratio(float score, int token) const {
-    const float* const divisors = rows.of.select.divisors;
-    const int64_t element = row * rows.of.select.vocabulary + token;
-    return __fdiv_rn(weight_of(score), divisors != nullptr ? divisors[element] : draw(static_cast<unsigned>(element)));
-  }
-
-  __device__ void keep(int token, float score) const {
-    rows.of.kept[row * rows.of.select.vocabulary + token] = score;
-  }
-  // Of this block's tokens.
-  __device__ void keep_none() const {
-#pragma unroll 1
-    for (int token = begin + threadIdx.x; token < min(begin + places, static_cast<int>(rows.of.select.vocabulary));
-         token += kThreads) {
-      if (token >= 0) keep(token, -INFINITY);
-    }
-  }
-};
-
-// Upstream removes what has a cumulative probability of at most 1 - top_p, from the lowest score on.
-__device__ double share_of(double top_p) { return 1 - static_cast<double>(static_cast<float>(1 - top_p)); }
-
-// Draws from the `count` gathered entries, which have all scores that top-k leaves, on one block.
-__device__ Candidate<float> draw_of_few(RowCutter& cutter, const SampledRow& row, int count, float2* shared_values) {
-  const DecodeSample& of = row.rows.of;
-  const RowCutter::Entry entry = cutter.sort(count);
-  const float score = RowCutter::value_of(entry);
-  if (threadIdx.x == min(of.top_k, int64_t{count}) - 1) shared_values[kThreads] = {score, 0};
-  __syncthreads();
-  bool is_kept = threadIdx.x < count && score >= shared_values[kThreads].x;
-  const auto weight = [&] { return is_kept ? RowCutter::fixed_weight(row.weight_of(score)) : Weight{0}; };
-  if (of.top_p < 1) {
-    const auto scanned = cutter.scan(weight());
-    const double wanted = ceil(static_cast<double>(scanned.total) * share_of(of.top_p));
-    is_kept = is_kept && (scanned.before < wanted || threadIdx.x < of.min_tokens);
-  }
-  if (of.min_p > 0) {
-    is_kept = is_kept && (row.weight_of(score) >= static_cast<float>(of.min_p) || threadIdx.x < of.min_tokens);
-  }
-  if (of.typical_p < 1) {
-    double sums[2] = {};
-    if (is_kept) sums[0] = row.weight_of(score), sums[1] = sums[0] * (score - row.highest);
-    cutter.add_up_in_block(sums);
-    const float typicality = Typicality(row.highest, sums)(score);
-    const Weight all = cutter.scan(weight()).total;
-    const float own = is_kept ? row.weight_of(score) : 0;
-    shared_values[threadIdx.x] = {typicality, own};
-    __syncthreads();
-    Weight before = 0;
-#pragma unroll 4
-    for (int i = 0; i < count; ++i) {
-      const float2 other = shared_values[i];
-      if (other.x > typicality && other.y > 0) before += RowCutter::fixed_weight(other.y);
-    }
-    is_kept = is_kept && before < max(1., ceil(static_cast<double>(all) * static_cast<float>(of.typical_p)));
-  }
-  Candidate<float> best;
-  if (is_kept) {
-    const int token = row.row_begin + static_cast<int>(RowCutter::low_of(entry));
-    if (of.kept != nullptr) row.keep(token, score);
-    if (of.highest == nullptr) best.consider(row.ratio(score, token), token);
-  }
-  return best;
-}
-
 // Draws from this block's share of the row.
 __device__ Candidate<float> draw_of_row(RowCutter& cutter, const SampledRow& row) {
   const DecodeSample& of = row.rows.of;
@@ -188,7 +90,8 @@ __device__ Candidate<float> draw_of_row(RowCutter& cutter, const SampledRow& row
   };
   const bool is_typical = of.typical_p < 1;
   double sums[2] = {1, 0};
-  ValueCut typical_cut;
+  ValueCut typical_cut, nearest = {INFINITY, 0};
+  const auto from_first = [&](int i) { return static_cast<unsigned>(INT_MAX - first_place - i); };
   if (is_typical) {
     sums[0] = 0;
 #pragma unroll 1
@@ -209,9 +112,17 @@ __device__ Candidate<float> draw_of_row(RowCutter& cutter, const SampledRow& row
         [&](int i) { return passes(i) ? typicality(scores[i]) : -INFINITY; },
         [&](int i) { return __float_as_uint(row.log2_weight_of(scores[i])); },
         [](float, unsigned low) { return __uint_as_float(low); });
+    if (of.min_tokens > 1) {
+      nearest = cutter.find<By::kCount, false>(
+          row.places, 0.f, lowest, static_cast<double>(of.min_tokens),
+          [&](int i) { return passes(i) ? typicality(scores[i]) : -INFINITY; }, from_first,
+          [](float, unsigned) { return 0.f; });
+    }
   }
   const auto is_kept = [&](int i) {
-    return passes(i) && (!is_typical || typical_cut.keeps(typicality(scores[i]), 0));
+    if (!is_typical || !passes(i)) return passes(i);
+    const float its_typicality = typicality(scores[i]);
+    return typical_cut.keeps(its_typicality, 0) || nearest.keeps(its_typicality, static_cast<int>(from_first(i)));
   };
   const int vocabulary = static_cast<int>(of.select.vocabulary);
   if (of.kept != nullptr) {
@@ -380,11 +291,11 @@ extern "C" int64_t fuseopt_decode_sample_scratch(int64_t rows, int64_t vocabular
 extern "C" cudaError_t fuseopt_decode_sample(DecodeSample sample, cudaStream_t stream) {
   if (sample.select.rows == 0) return cudaSuccess;
   cudaError_t error = cudaErrorInvalidValue;
-  switch (static_cast<DType>(sample.select.scores.dtype)) {
-    case kFloat16: error = launch_as<__half>(sample, stream); break;
-    case kBFloat16: error = launch_as<__nv_bfloat16>(sample, stream); break;
-    case kFloat32: error = launch_as<float>(sample, stream); break;
-    case kFloat64: break;  // refused by the binding
+  if (sample_race::takes(sample)) {
+    error = sample_race::launch(sample, stream);
+  } else {
+    dispatch_fast_dtype(sample.select.scores.dtype,
+                        [&](auto tag) { error = launch_as<typename decltype(tag)::type>(sample, stream); });
   }
   if (error != cudaSuccess || sample.select.rows == 1 || sample.highest != nullptr) return error;
   DecodeSelect finish = sample.select;

@@ -183,6 +183,9 @@ class RowCutter {
     return threadIdx.x < count ? storage_.sorted[threadIdx.x] : 0;
   }
 
+  // The i-th of the entries that `sort` has sorted.
+  __device__ Entry sorted(int i) const { return storage_.sorted[i]; }
+
   // The sum of `own` over all threads before this one, and over all threads.
   struct Scanned {
     Weight before;

@@ -1,14 +1,17 @@
-// The launchers of decode_attention's kernels on the tensor cores, which are compiled in files of their own. They return
-// false for what their kernels do not take, without an error.
+// The launchers of decode_attention's kernels that are compiled in files of their own. They return false for what their
+// kernels do not take, without an error.
 #pragma once
 
 #include "cuda/common/launchers.h"
 
 namespace fuseopt {
 
-// One query per head of keys, or several beams'; head sizes 64 and 128.
+// On the tensor cores. One query per head of keys, or several beams'; head sizes 64 and 128.
 template <typename T>
 bool launch_decode_attention_mma(const DecodeAttention& attention, cudaStream_t stream, cudaError_t& error);
+
+// The same for float32.
+bool launch_decode_attention_float32(const DecodeAttention& attention, cudaStream_t stream, cudaError_t& error);
 
 // Floats of `workspace` that the launcher below needs. It takes all options of a DecodeAttention, and head sizes up to 256
 // that are multiples of 8.
