@@ -12,6 +12,8 @@
 namespace fuseopt::sample_race {
 namespace {
 
+constexpr int kMostRehearsed = 8;  // rows: a head's blocks of more leave no registers to blocks beside them
+
 template <typename T, Cut kCut>
 __global__ void __launch_bounds__(kThreads, 8) race_kernel(const __grid_constant__ Race race) {
   __shared__ Storage storage;
@@ -32,7 +34,7 @@ __global__ void __launch_bounds__(kThreads, 8) race_kernel(const __grid_constant
                          size * kWarps};
   Entrant winner;
   // A step reads more than the caches hold, so instructions come from memory. A rehearsal fetches them before the wait.
-  bool is_rehearsal = race.of.random != nullptr && select.pdl;
+  bool is_rehearsal = select.pdl && select.rows <= kMostRehearsed;
   wait_at_cluster_barrier();  // all blocks have started
 #pragma unroll 1
   while (true) {
