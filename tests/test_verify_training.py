@@ -82,7 +82,7 @@ def test_half_precision(ids, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_bfloat16_llama_trains_as_stock_does(tied, set_tuned):
-    """With grouped queries, measured matrix products, equal layers compiled once, and four chunks of the head's rows."""
+    """With grouped queries, measured products, layers compiled in regions, and four chunks of the head's rows."""
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
     others = {"head_dim": 64, "vocab_size": 4096, "max_position_embeddings": 1024, "tie_word_embeddings": tied}
     others["num_hidden_layers"] = 5
