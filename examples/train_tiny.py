@@ -86,7 +86,7 @@ def fetch_text(folder: Path) -> Path:
 
 
 def read_chapters(path: Path, names: Sequence[str] = ()) -> list[list[str]]:
-    """Verses by chapter, references taken off, in the order of the file; only of the named chapters, if there are any."""
+    """Verses by chapter, references taken off, in the order of the file; of `names` only, if there are any."""
     chapters: dict[str, list[str]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         reference = REFERENCE.match(line)
