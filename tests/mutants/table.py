@@ -52,7 +52,7 @@ GENERATION = (
     _not_undone("random numbers", "torch.set_rng_state(self._random)", "pass"),
     _not_undone("the caller's cache", "        self._cache.restore()\n", ""),
     _not_undone("tokens that a streamer has", "prepared._replace(streamer=RemainingStream(self.stream))", "prepared"),
-    _not_undone("an error of the streamer's own is swallowed", "self.is_possible and not has_raised", "self.is_possible"),
+    _not_undone("an error of the streamer's", "self.is_possible and not has_raised", "self.is_possible"),
     _not_undone("tokens that processors have seen", "self.is_possible and not has_raised", "not has_raised"),
     Mutant(
         "max_length ignores the encoder's length",
