@@ -16,6 +16,7 @@ constexpr int kMostRehearsed = 8;  // rows: a head's blocks of more leave no reg
 
 template <typename T, Cut kCut>
 __global__ void __launch_bounds__(kThreads, 8) race_kernel(const __grid_constant__ Race race) {
+#if __CUDA_ARCH__ >= 900  // `takes` refuses older devices
   __shared__ Storage storage;
   extern __shared__ float4 shared_slots[];
   const DecodeSelect& select = race.of.select;
@@ -60,6 +61,7 @@ __global__ void __launch_bounds__(kThreads, 8) race_kernel(const __grid_constant
   if (threadIdx.x == 0) storage.best = best;
   __syncthreads();
   end_step(select, &storage.best, 1);
+#endif
 }
 
 template <typename T, Cut kCut>
