@@ -114,11 +114,6 @@ struct Runner {
   float floor = -INFINITY;
   int floor_token = -1;
 
-  __device__ void restart() {
-    own = {}, weights = {};
-    floor = -INFINITY, floor_token = -1;
-  }
-
   __device__ bool is_token(int token) const { return token >= 0 && token < race.of.select.vocabulary; }
 
   // The number of a token, by `draw` unless numbers are given.
@@ -162,8 +157,8 @@ struct Runner {
     }
   }
 
-  // Edits scores, puts them into the place of their numbers, and lets them run. In a rehearsal all are 0.
-  __device__ void load_and_run(int first_chunk, bool is_rehearsal) {
+  // Edits scores, puts them into the place of their numbers, and lets them run.
+  __device__ void load_and_run(int first_chunk) {
     using Chunk = LogitsChunk<T, kThreads, kPerThread>;
     constexpr int kWidth = Chunk::kWidth;
     const DecodeSelect& select = race.of.select;
@@ -176,14 +171,9 @@ struct Runner {
         if (c > 0) __syncthreads();
         marks = chunk.mark(select.edits, row, storage.marks[0], storage.marks[1]);
       }
-      if (is_rehearsal) {
-#pragma unroll
-        for (auto& vector : chunk.vectors) vector = {};
-      } else {
-        if (c == 0) wait_for_predecessor();
-        chunk.load();
-        if (select.divisors != nullptr) load_numbers(c);
-      }
+      if (c == 0) wait_for_predecessor();
+      chunk.load();
+      if (select.divisors != nullptr) load_numbers(c);
       __syncwarp();
       chunk.for_each_vector([&](int place, const auto& vector) {
         const int token = chunk.token_at(place);
