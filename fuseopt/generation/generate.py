@@ -142,7 +142,8 @@ class FusedGenerate:
 
     def report_lines(self) -> tuple[str, ...]:
         """Tier and reason of the last calls, and what is kept on the device, for the report."""
-        return tuple(f"generate(): {line}" for line in (*self.calls, *self.graphs.report_lines()))
+        lines = (*self.calls, *self.checked.notes, *self.graphs.report_lines())
+        return tuple(f"generate(): {line}" for line in lines)
 
 
 class GenerateCall:
@@ -293,7 +294,7 @@ class GenerateCall:
             decoded = self._device_loop(state, prepared, chained(filter(None, on_device), step.vocab, constants))
         else:
             decoded = self._fast_forward(state, prepared)
-        self.record = CallRecord(tier, reason or "", "eager" if decoded.work.graph is None else "graph", decoded.note)
+        self.record = CallRecord(tier, reason or "", decoded.work.how, decoded.note, state.cache_size)
         # 12. Cache: copied back to transformers' cache if anybody can read it.
         if (config.return_dict_in_generate and prepared.returns_cache) or prepared.has_user_cache:
             cache = prepared.model_kwargs["past_key_values"]

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
-from fuseopt.bench.harness.architectures import load_config
+from fuseopt.bench.harness.architectures import load_config, random_model
+from fuseopt.bench.harness.lora import with_lora
 from fuseopt.bench.harness.workloads import Work, beams_name, dtype_name, generate, random_features, random_tokens
 
 GENERATION = {"generation": {"enable": True}}
@@ -32,6 +34,8 @@ class Row:
         eos: whether generation has an EOS token, as most models do. It is the last id of the vocabulary, which random
             weights hardly ever choose.
         dtype: name of the model's dtype; "" means that of the run.
+        lora: rank of LoRA adapters on all linear layers but the head, of random weights; 0 means none. Needs peft.
+        merged: the adapters are merged into the weights.
     """
 
     model: str
@@ -43,6 +47,17 @@ class Row:
     sampling: Mapping[str, float] | None = field(default=None, hash=False)
     eos: bool = False
     dtype: str = ""
+    lora: int = 0
+    merged: bool = False
+
+    def random_model(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The model, in a run with this dtype.
+
+        Raises:
+            ConfigError: `model` is no architecture by name, folder with a config.json or model id; peft is missing.
+        """
+        model = random_model(self.model, device, self.dtype_in(dtype))
+        return with_lora(model, self.lora, merged=self.merged) if self.lora else model
 
     def dtype_in(self, dtype: torch.dtype) -> torch.dtype:
         """The model's dtype in a run with this one."""
@@ -55,6 +70,7 @@ class Row:
         how += [
             f"ngram {self.ngram}" if self.ngram else "",
             "eos" if self.eos else "",
+            f"LoRA {self.lora}{' merged' if self.merged else ''}" if self.lora else "",
             dtype_name(self.dtype_in(dtype)),
         ]
         sizes = f"{self.batch} x ({self.prompt} + {self.new})"

@@ -181,9 +181,10 @@ class DecodeState:
         return own + sum(part.bytes for part in (self.beams, self.absorbed) if part is not None)
 
     @property
-    def cache_bytes(self) -> int:
-        """Of keys and values."""
-        return self.cache.nbytes + self.cross_cache.nbytes
+    def cache_size(self) -> str:
+        """For the report."""
+        mebibytes = (self.cache.nbytes + self.cross_cache.nbytes) / 2**20
+        return f"{self.sizes}, {mebibytes:.1f} MiB of keys and values"
 
     @property
     def device(self) -> torch.device:

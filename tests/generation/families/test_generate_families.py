@@ -45,7 +45,7 @@ def test_calls_give_what_transformers_does(family: str, kind: str, each_device: 
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "olmo2", "smollm3", "gptj"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "olmo2", "smollm3", "gptj", "cohere"])
 def test_prompts_whose_keys_one_op_stores(family: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; the op's reference stands in for its kernel."""
     stored, run = [], ops.decode_rotary_store_
@@ -58,7 +58,13 @@ def test_prompts_whose_keys_one_op_stores(family: str, padded: bool, monkeypatch
     assert len(stored) == count
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "gptj", "gpt_neox", "granite", "bart", "mt5", "umt5"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama", "gemma3", "phi3", "gptj", "gpt_neox", "granite", "cohere", "olmo", "starcoder2", "opt_projected"),
+        *("opt_350m", "bart", "mt5", "umt5"),
+    ],
+)
 @pytest.mark.usefixtures("as_on_gpu")
 def test_calls_that_are_repeated_as_on_a_gpu(family: str) -> None:
     """By ops and early prompts; the step is captured, as far as a CPU can, and replayed."""
