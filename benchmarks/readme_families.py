@@ -82,10 +82,18 @@ def short_table() -> str:
     return "\n".join((HEADER, *rows))
 
 
+def decoder_table() -> str:
+    """Every family with a decode step."""
+    rows = [(names, has) for names, has in _groups(frozenset()) if "decode_steps" in has]
+    return "\n".join((HEADER, *(_row(", ".join(f"`{name}`" for name in names), has) for names, has in rows)))
+
+
 def full_list() -> str:
-    """Every family that a policy names, by what it has beyond any other module."""
+    """Every other family that a policy names, by what it has beyond any other module."""
     lines = []
     for names, has in _groups(frozenset()):
-        words = ", ".join(words for field, words in (FORWARD | TRAINING | GENERATION).items() if field in has)
+        if "decode_steps" in has:
+            continue
+        words = ", ".join(words for field, words in (FORWARD | TRAINING).items() if field in has)
         lines.append(f"- **{words}**: {', '.join(f'`{name}`' for name in names)}")
     return "\n".join(lines)

@@ -28,7 +28,8 @@ GENERATED_SLOT = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end of gener
 GENERATED = {
     "summary": readme_picture.table,
     "families": readme_families.short_table,
-    "all-families": readme_families.full_list,
+    "decoder-families": readme_families.decoder_table,
+    "other-families": readme_families.full_list,
     "kernel_fusion": readme_keys.kernel_fusion_table,
     "kernels": readme_keys.kernel_table,
     "memory_efficient_fusion": lambda: readme_keys.option_table("memory_efficient_fusion"),

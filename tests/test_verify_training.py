@@ -79,6 +79,21 @@ def test_half_precision(ids, dtype):
     assert found.gradient.tolerance >= 4 * found.gradient.stock_error
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_bfloat16_llama_trains_as_stock_does(tied, set_tuned):
+    """With grouped queries, measured matrix products, and four chunks of the head's rows."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+    others = {"head_dim": 64, "vocab_size": 4096, "max_position_embeddings": 1024, "tie_word_embeddings": tied}
+    model = tiny.llama(**sizes, **others).cuda().bfloat16()
+    set_tuned("linear_cross_entropy_chunk_bytes", 1024 * 4096 * 2)
+    ids = torch.randint(3, 4096, (4, 1024), device="cuda")
+    found = fuseopt.verify(model, "training", {"input_ids": ids}, labels=ids)
+    assert found.ok, found
+    assert found.gradients == len(list(model.parameters()))
+    assert not any("compiled training steps" in line for line in found.not_run)
+
+
 class _WrongBackward(torch.autograd.Function):
     """A tanh GELU whose gradient is 0.1% too large."""
 

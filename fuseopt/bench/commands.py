@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,9 @@ def _add_generate(parser: Any) -> None:
     parser.add_argument(
         "--first-call", action="store_true", help="time the first call of a fresh process too, for each row and system"
     )
+    parser.add_argument(
+        "--lora", type=command_options.positive, metavar="RANK", help="LoRA adapters: unmerged, then merged; needs peft"
+    )
 
 
 def _add_budget(parser: Any) -> None:
@@ -159,6 +163,11 @@ def _bench_generate(arguments: argparse.Namespace) -> int:
     from fuseopt.bench.suites import generate
 
     options = _generate_options(arguments)
+    if arguments.lora:
+        if not arguments.model:
+            raise ConfigError("--lora: also name a model, such as --model gpt2")
+        adapted = [replace(row, lora=arguments.lora) for row in options["rows"]]
+        options["rows"] = [replace(row, merged=merged) for row in adapted for merged in (False, True)]
     run = functools.partial(generate.run, **options, compile=arguments.compile, first_calls=arguments.first_call)
     return _bench(arguments, run)
 

@@ -59,6 +59,12 @@ constexpr auto kDecodeLinear = arguments("decode_linear", {{"input", kFloats},
                                                            {"norm_weight", kFloats},
                                                            {"norm_bias", kFloats},
                                                            {"prefetch", kFloats}});
+constexpr Argument kOfLowRank[] = {{"input", kFloats},      {"weights", kFloats},     {"biases", kFloats},
+                                   {"a", kFloats},          {"b", kFloats},           {"exchange", kOnlyLong},
+                                   {"residual", kFloats},   {"norm_weight", kFloats}, {"norm_bias", kFloats},
+                                   {"prefetch", kFloats}};
+constexpr auto kDecodeLinearLowRank = arguments("decode_linear_low_rank", kOfLowRank);
+constexpr auto kTakesLowRank = arguments("takes_low_rank", kOfLowRank);
 constexpr auto kDecodeAttention = arguments("decode_attention", {{"query", kFloats},
                                                                  {"key_cache", kFloats, "query"},
                                                                  {"value_cache", kFloats, "query"},

@@ -142,7 +142,8 @@ class FusedGenerate:
 
     def report_lines(self) -> tuple[str, ...]:
         """Tier and reason of the last calls, and what is kept on the device, for the report."""
-        return tuple(f"generate(): {line}" for line in (*self.calls, *self.graphs.report_lines()))
+        lines = (*self.calls, *self.checked.notes, *self.graphs.report_lines())
+        return tuple(f"generate(): {line}" for line in lines)
 
 
 class GenerateCall:
@@ -242,11 +243,10 @@ class GenerateCall:
         """Chooses between the fast tiers and T2, and gets the static tensors for the former."""
         graphs, options, device = self.graphs, self.fused.options, prepared.input_ids.device
         # 7. Tier: reasons for T2 in what transformers prepared.
-        reason = reason or next(
-            tiers.call_reasons(prepared.config, prepared.input_ids, prepared.criteria, prepared.model_kwargs), None
-        )
+        read = prepared.without_encoder_mask() if self.checked.step_class.ignores_encoder_mask else prepared
+        reason = reason or next(tiers.call_reasons(read.config, read.input_ids, read.criteria, read.model_kwargs), None)
         if reason is None:
-            cached, step = prepared.cached(), self.checked.step
+            cached, step = read.cached(), self.checked.step
             sizes, is_known = cached.sizes(), self.early.encoder_inputs is not None
             limits, positions = (options.max_batch, options.max_length), self.arguments.get("position_ids")
             reason = next(tiers.size_reasons(cached, sizes, step, *limits, positions), None)
@@ -294,7 +294,7 @@ class GenerateCall:
             decoded = self._device_loop(state, prepared, chained(filter(None, on_device), step.vocab, constants))
         else:
             decoded = self._fast_forward(state, prepared)
-        self.record = CallRecord(tier, reason or "", decoded.work.how, decoded.note)
+        self.record = CallRecord(tier, reason or "", decoded.work.how, decoded.note, state.cache_size)
         # 12. Cache: copied back to transformers' cache if anybody can read it.
         if (config.return_dict_in_generate and prepared.returns_cache) or prepared.has_user_cache:
             cache = prepared.model_kwargs["past_key_values"]

@@ -68,6 +68,13 @@ class PreparedCall(NamedTuple):
         cache = self.model_kwargs["past_key_values"].cross_attention_cache
         return Sizes(rows, capacity, encoded[0].shape[1], 1 if cache.get_seq_length() else repeated, beams)
 
+    def without_encoder_mask(self) -> PreparedCall:
+        """The call itself, or that of a model with an encoder without `attention_mask`."""
+        if self.model_kwargs.get("encoder_outputs") is None:
+            return self
+        others = {name: value for name, value in self.model_kwargs.items() if name != "attention_mask"}
+        return self._replace(model_kwargs=others)
+
     def cached(self) -> PreparedCall:
         """The call itself, or for `use_cache=False` the call with a cache, whose tokens are the same."""
         if self.config.use_cache:

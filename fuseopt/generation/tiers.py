@@ -42,12 +42,14 @@ class CallRecord:
         steps: "graph" if steps were replayed from a CUDA graph, "recorded" if they were replayed on a CPU without
             Python, "eager" if their kernels were launched one by one, "" in stock transformers.
         note: what else happened, such as a capture that ran out of memory.
+        cache: size of the static cache; "" in stock transformers.
     """
 
     tier: Tier
     reason: str = ""
     steps: str = ""
     note: str = ""
+    cache: str = ""
 
     def __str__(self) -> str:
         names = {Tier.DEVICE_LOOP: "device loop", Tier.FAST_FORWARD: "fast forward", Tier.STOCK: "stock transformers"}

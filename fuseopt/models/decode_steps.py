@@ -22,6 +22,7 @@ _CAUSAL = {
     "qwen3": "Qwen3",
     "smollm3": "SmolLM3",
     "stablelm": "StableLm",
+    "starcoder2": "Starcoder2",
 }
 
 DECODE_STEPS: Mapping[str, StepName] = {

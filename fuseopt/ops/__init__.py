@@ -15,6 +15,7 @@ from fuseopt.ops.decode.embedding import decode_embedding
 from fuseopt.ops.decode.head_select import decode_head_select_
 from fuseopt.ops.decode.linear import decode_linear
 from fuseopt.ops.decode.linear_partials import decode_linear_of_sum, decode_linear_partials
+from fuseopt.ops.decode.low_rank import decode_linear_low_rank
 from fuseopt.ops.decode.prompt_attention import prompt_attention_
 from fuseopt.ops.decode.qkv_attention import decode_qkv_attention_
 from fuseopt.ops.decode.rotary_store import decode_rotary_store_
@@ -51,6 +52,7 @@ __all__ = [
     "decode_embedding",
     "decode_head_select_",
     "decode_linear",
+    "decode_linear_low_rank",
     "decode_linear_of_sum",
     "decode_linear_partials",
     "decode_qkv_attention_",

@@ -12,6 +12,7 @@ from fuseopt.config import Config, GenerationOptions
 from fuseopt.generation.families.step_interface import StepName, decode_step_class, registered_step
 from fuseopt.model_index import ModelIndex, Site
 from fuseopt.models import ModelPolicy, full_name
+from fuseopt.modules import lora
 from fuseopt.ops import registry
 from fuseopt.plan import Replacement, Skip
 from fuseopt.strategies.context import BackendChoice, ProposalContext
@@ -53,7 +54,9 @@ class GenerationStrategy:
             yield context.skip(sites, model_class.__name__, _TARGET, reason or "")
             return
         build = functools.partial(_build, model, step, config.generation)
-        yield context.replacement(sites, "GenerationMixin", _TARGET, _REASON, build)
+        adapted = {path: module for path, module in model.named_modules() if lora.is_lora_linear(module)}
+        reason = f"{_REASON}; {lora.described(adapted)}" if adapted else _REASON
+        yield context.replacement(sites, "GenerationMixin", _TARGET, reason, build)
 
 
 def generating_model(model: nn.Module) -> nn.Module:

@@ -13,6 +13,7 @@ from torch._inductor import inductor_prims
 
 from fuseopt.training.dynamic_shapes import hint
 from fuseopt.training.graph_nodes import MATMULS, is_fusible, is_tensor, materialized_inputs, signature
+from fuseopt.training.region_crossings import avoid_crossings
 
 # Cost of a region call, in nodes to compile: shorter regions leave fewer kernels to fuse.
 _NODES_PER_CALL = 8
@@ -24,7 +25,7 @@ _SEEDED = (inductor_prims.lookup_seed, inductor_prims.random)
 
 
 def cut(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """The nodes in consecutive regions, each ending with a matmul of one signature; [] if no cut is worth it.
+    """The nodes in regions, each ending with a matmul of one signature; [] if no cut is worth it.
 
     Among the signatures that leave few nodes to compile, takes the one whose cuts add the least memory traffic.
     """
@@ -45,7 +46,7 @@ def cut(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     if best is None:
         return []
     first, *others = (list(nodes[start:end]) for start, end in _spans(signs, best))
-    return [*_split_backward_start(first), *others]
+    return avoid_crossings([*_split_backward_start(first), *others])
 
 
 def _split_backward_start(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:

@@ -191,6 +191,23 @@ def test_shapes_of_launches(program: Path) -> None:
     ]
 
 
+def test_shapes_of_launches_of_float32(program: Path) -> None:
+    """A long K is split over a cluster, except for one row of [N, K]; tiles and parts of K fill the device."""
+    gpt2, base = MODELS["GPT-2"], MODELS["T5-base"]
+    cases = {
+        (*gpt2["down"], 1): ("fma", "192,1,1", "4"),
+        (*base["down"], 1): ("fma", "96,1,1", "1"),
+        (*base["down"], 8): ("fma", "192,1,1", "4"),
+        (*base["query, key, value"], 128): ("tiles", "36,3,2", "3"),
+        (*base["cross-attention's query"], 128): ("tiles", "60,1,4", "5"),
+        (*base["up"], 128): ("tiles", "96,1,2", "2"),
+        (*base["head"], 128): ("tiles", "502,1,2", "1"),
+    }
+    lines = launches(program, "H200", list(cases), is_float32=True)
+    shapes = [(kernel_of(line), *re.findall(r"grid (\S+) threads 256 cluster (\d+)", line)[0]) for line in lines]
+    assert shapes == list(cases.values())
+
+
 def test_the_readme_names_files_lines_and_kernels_that_are_there() -> None:
     readme = (FOLDER / "README.md").read_text()
     places = re.findall(r"\| `(\w+)` \| \[`([\w.]+)`\]\(([\w.]+)\) \| (\d+) \|", readme)

@@ -33,7 +33,7 @@ def tiers(fused):
     return [f"{call['tier']}: {call['reason']}" for call in fuseopt.report(fused).to_dict()["generate_calls"]]
 
 
-def test_a_merged_model_decodes_fast_and_an_unmerged_one_says_why_not():
+def test_an_unmerged_model_and_a_merged_one_decode_fast():
     model = with_lora()
     wanted = tokens(model)
     (replacement,) = fuseopt.plan(model, GENERATION).replacements
@@ -41,7 +41,7 @@ def test_a_merged_model_decodes_fast_and_an_unmerged_one_says_why_not():
     fuseopt.initialize(model, GENERATION, strict=True)
     for each in (model, copy.deepcopy(model)):
         assert torch.equal(tokens(each), wanted)
-        assert "T2" in tiers(each)[-1] and "attn.c_attn is a" in tiers(each)[-1]
+        assert "T0" in tiers(each)[-1]
     merged = model.merge_and_unload()
     assert torch.equal(tokens(merged), wanted) and "T0" in tiers(model)[-1]
     fuseopt.restore(model)

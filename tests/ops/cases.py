@@ -86,6 +86,7 @@ OF_THEIR_OWN_SIZES = (
     "decode_embedding",
     "decode_linear",
     "decode_linear_partials",
+    "decode_linear_low_rank",
     "decode_linear_of_sum",
     "decode_softmax_linear",
     "edit_logits",

@@ -64,6 +64,10 @@ OWN_TESTS = {
         "decode/test_head_select.py",
         "test_inputs_in_addends and cuda-cuda and 8-768 and torch.float16",
     ),
+    "decode_linear_low_rank": (
+        "decode/test_low_rank.py",
+        "test_one_launch and bfloat16 and -1-Qwen3 or test_one_launch and bfloat16 and -2-GPT-2",
+    ),
     "decode_linear_partials": ("decode/test_linear_partials.py", "against_float64"),
     "decode_linear of a vocabulary": ("decode/test_linear.py", "test_a_product_as_wide and bfloat16"),
     "decode_qkv_attention_": (

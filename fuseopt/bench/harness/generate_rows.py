@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
-from fuseopt.bench.harness.architectures import load_config
+from fuseopt.bench.harness.architectures import load_config, random_model
+from fuseopt.bench.harness.lora import with_lora
 from fuseopt.bench.harness.workloads import Work, beams_name, dtype_name, generate, random_features, random_tokens
 
 GENERATION = {"generation": {"enable": True}}
@@ -32,6 +34,8 @@ class Row:
         eos: whether generation has an EOS token, as most models do. It is the last id of the vocabulary, which random
             weights hardly ever choose.
         dtype: name of the model's dtype; "" means that of the run.
+        lora: rank of LoRA adapters on all linear layers but the head, of random weights; 0 means none. Needs peft.
+        merged: the adapters are merged into the weights.
     """
 
     model: str
@@ -43,6 +47,17 @@ class Row:
     sampling: Mapping[str, float] | None = field(default=None, hash=False)
     eos: bool = False
     dtype: str = ""
+    lora: int = 0
+    merged: bool = False
+
+    def random_model(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The model, in a run with this dtype.
+
+        Raises:
+            ConfigError: `model` is no architecture by name, folder with a config.json or model id; peft is missing.
+        """
+        model = random_model(self.model, device, self.dtype_in(dtype))
+        return with_lora(model, self.lora, merged=self.merged) if self.lora else model
 
     def dtype_in(self, dtype: torch.dtype) -> torch.dtype:
         """The model's dtype in a run with this one."""
@@ -55,6 +70,7 @@ class Row:
         how += [
             f"ngram {self.ngram}" if self.ngram else "",
             "eos" if self.eos else "",
+            f"LoRA {self.lora}{' merged' if self.merged else ''}" if self.lora else "",
             dtype_name(self.dtype_in(dtype)),
         ]
         sizes = f"{self.batch} x ({self.prompt} + {self.new})"
@@ -105,7 +121,7 @@ FAMILY_ROWS = (
         for model in (
             *("llama-3.2-1b", "qwen3-0.6b", "qwen2.5-0.5b", "gemma-3-1b", "smollm2-360m", "pythia-410m"),
             *("opt-125m", "opt-350m", "olmo-1b", "olmo2-1b", "stablelm-2-1.6b", "granite-3-2b", "gemma-2b"),
-            *("gemma-2-2b", "smollm3-3b", "phi-3-mini"),
+            *("gemma-2-2b", "smollm3-3b", "phi-3-mini", "starcoder2-3b"),
             *("mistral-7b-6-layers", "gpt-j-6b-4-layers", "aya-expanse-8b-4-layers"),
             *("bart-base", "mbart-large", "pegasus-large", "opus-mt", "mt5-base", "umt5-base"),
         )

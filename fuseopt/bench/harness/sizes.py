@@ -133,6 +133,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "stablelm",
         _llama(*(2048, 5632, 24, 32, 32, 100352), use_qkv_bias=True, **_rotary(1e4, partial_rotary_factor=0.25)),
     ),
+    "starcoder2-3b": ("starcoder2", _llama(3072, 12288, 30, 24, 2, 49152, sliding_window=4096, **_rotary(1e6))),
     "aya-expanse-8b": ("cohere", _AYA_8B),
     "aya-expanse-8b-4-layers": ("cohere", {**_AYA_8B, "num_hidden_layers": 4}),
     "pythia-410m": (

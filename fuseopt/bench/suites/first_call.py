@@ -47,12 +47,11 @@ def main(request: Mapping[str, Any]) -> None:
             generate(); `dtype` and `device`, by name.
     """
     import fuseopt
-    from fuseopt.bench.harness.architectures import random_model
     from fuseopt.bench.harness.generate_rows import Row
 
     device, row = torch.device(request["device"]), Row(**request["row"])
     on_gpu = device.type == "cuda"
-    model = random_model(row.model, device, getattr(torch, request["dtype"]))
+    model = row.random_model(device, getattr(torch, request["dtype"]))
     config, work = request["config"], row.work(device, row.new, **request["options"])
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
     if on_gpu:

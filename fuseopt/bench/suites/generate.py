@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from fuseopt.bench.harness.architectures import random_model
 from fuseopt.bench.harness.bytes_floor import cache_bytes, read_bandwidth, weight_bytes
 from fuseopt.bench.harness.generate_rows import CPU_ROWS, GENERATION, GPU_ROWS, NO_GENERATION, Row
 from fuseopt.bench.harness.measure import against_stock, measure
@@ -91,7 +90,7 @@ def _case(
 ) -> _RowCase:
     """A row's cases, with the static cache and torch.compile if they have a time limit."""
     dtype = row.dtype_in(dtype)
-    model = functools.cache(functools.partial(random_model, row.model, device, dtype))
+    model = functools.cache(functools.partial(row.random_model, device, dtype))
 
     def case(new: int, rounds: int, calls: int) -> ModelCase:
         others = {}

@@ -118,6 +118,9 @@ class LayerProducts {
     });
   }
 
+  /// [rows, columns of all weights], of weights that are not transposed.
+  const Math* all() const { return products_.get(); }
+
   /// Columns of a row, of the product with weight `index`; `row` is a buffer that they may be computed in.
   Math* sums(int64_t row, int64_t index, int64_t column, int64_t n) {
     Math* total = at(0, row, index) + column;
@@ -186,7 +189,55 @@ class LayerProducts {
   const RowBuffer<Math> products_;
 };
 
+struct LowRank {
+  std::optional<Tensor> a;  // [R, K]: the rows of each weight's update, one after another
+  std::vector<Tensor> b;    // [N, its share of R] for each weight
+};
+
+/// The low-rank update of one weight's products.
+template <typename Math>
+class LowRankUpdate {
+ public:
+  /// `projected`: [rows, R], of which this update has the columns from `first` on.
+  LowRankUpdate(const Tensor& b, const Math* projected, int64_t rows, int64_t ranks, int64_t first)
+      : weight_{Weight(b, 0)}, input_(rows * b.size(1)) {
+    const int64_t own = b.size(1);
+    for (int64_t row = 0; row < rows; ++row) {
+      std::copy_n(projected + row * ranks + first, own, input_.get() + row * own);
+    }
+    products_.emplace(input_.get(), rows, weight_);
+  }
+
+  void add_to(Math* sums, int64_t row, int64_t column, int64_t n) {
+    const Math* added = products_->sums(row, 0, column, n);
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) sums[i] += added[i];
+  }
+
+ private:
+  const std::vector<Weight> weight_;
+  const RowBuffer<Math> input_;
+  std::optional<LayerProducts<Math>> products_;
+};
+
+/// By weight; null where there is none.
+template <typename Math>
+std::vector<std::unique_ptr<LowRankUpdate<Math>>> updates_of(const LowRank& low_rank, const Math* input, int64_t rows) {
+  std::vector<std::unique_ptr<LowRankUpdate<Math>>> updates(low_rank.b.size());
+  if (!low_rank.a) return updates;
+  const std::vector<Weight> a{Weight(*low_rank.a, 0)};
+  LayerProducts<Math> projected(input, rows, a);
+  const int64_t ranks = a[0].out_features();
+  int64_t first = 0;
+  for (size_t i = 0; i < updates.size(); first += low_rank.b[i++].size(1)) {
+    if (low_rank.b[i].size(1) == 0) continue;
+    updates[i] = std::make_unique<LowRankUpdate<Math>>(low_rank.b[i], projected.all(), rows, ranks, first);
+  }
+  return updates;
+}
+
 struct Ending {
+  LowRank low_rank;
   std::vector<Rows> biases;
   std::optional<Rows> residual;
   LinearActivation activation;
@@ -206,7 +257,8 @@ void store_sum(const Math* result, const Rows& residual_rows, int64_t row, int64
 
 /// Bias, activation, gate and residual, for pieces of every row with weight `index`.
 template <typename Math, typename Residual>
-void finish(LayerProducts<Math>& products, const Ending& ending, int64_t rows, const Weight& weight, int64_t index,
+void finish(LayerProducts<Math>& products, const std::vector<std::unique_ptr<LowRankUpdate<Math>>>& updates,
+            const Ending& ending, int64_t rows, const Weight& weight, int64_t index,
             const OutputRows& output) {
   const int64_t out_features = weight.out_features(), pieces = (out_features + kPiece - 1) / kPiece;
   parallel(rows * pieces, std::min(out_features, kPiece), [&](int64_t begin, int64_t end) {
@@ -216,6 +268,7 @@ void finish(LayerProducts<Math>& products, const Ending& ending, int64_t rows, c
       const int64_t n = std::min(kPiece, out_features - column);
       const auto product = [&](int64_t of) {
         Math* sums = products.sums(row, of, column, n);
+        if (!updates.empty() && updates[of]) updates[of]->add_to(sums, row, column, n);
         if (!ending.biases.empty()) {
           const Math* bias = ending.biases[of].template read<Math>(0, column, n, buffer.get());
 #pragma omp simd
@@ -254,18 +307,16 @@ void run_layer(const Tensor& input, const std::vector<Weight>& weights, const En
     if (dtype(input) != rounded_to) round_row(target, n, rounded_to);
   }
   LayerProducts<Math> products(x.get(), rows, weights);
+  const auto updates = updates_of(ending.low_rank, x.get(), rows);
   const OutputRows output_rows(output, output.size(output.dim() - 1));
   for (size_t i = 0; i < (ending.gated ? 1 : weights.size()); ++i) {
-    finish<Math, Residual>(products, ending, rows, weights[i], i, output_rows);
+    finish<Math, Residual>(products, updates, ending, rows, weights[i], i, output_rows);
   }
 }
 
-}  // namespace
-
-Tensor decode_linear(const Tensor& input, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
-                     const std::optional<Tensor>& residual, const std::string& norm,
-                     const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias, double eps,
-                     const std::string& activation, bool gated, bool, const std::vector<Tensor>&) {
+Tensor linear_layer(const Tensor& input, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
+                    const LowRank& low_rank, const std::optional<Tensor>& residual, const Norm& norm,
+                    const std::string& activation, bool gated) {
   constexpr const char* kOp = "fuseopt::decode_linear: ";
   FUSEOPT_CHECK(!weights.empty() && input.dim() > 0, kOp, "needs a weight, and an input with a dimension");
   FUSEOPT_CHECK(biases.empty() || biases.size() == weights.size(), kOp, biases.size(), " biases for ", weights.size(),
@@ -281,7 +332,7 @@ Tensor decode_linear(const Tensor& input, const std::vector<Tensor>& weights, co
   }
   FUSEOPT_CHECK(!gated || (weights.size() == 2 && weights[0].size(0) == weights[1].size(0)), kOp,
                 "gated takes two weights of one shape");
-  Ending ending = {{}, std::nullopt, activation_of(activation), gated};
+  Ending ending = {low_rank, {}, std::nullopt, activation_of(activation), gated};
   for (size_t i = 0; i < biases.size(); ++i) {
     const int64_t n = of_layer[i].out_features();
     FUSEOPT_CHECK(biases[i].dim() == 1 && biases[i].size(0) == n, kOp, "bias must be [", n, "]");
@@ -299,12 +350,40 @@ Tensor decode_linear(const Tensor& input, const std::vector<Tensor>& weights, co
     output_type = both_halves ? ScalarType::Float : is_wider ? other : type;
   }
   Tensor output = empty(sizes.data(), sizes.size(), output_type);
-  const Tensor x = norm.empty() || output.numel() == 0 ? input : normalised(input, {norm, norm_weight, norm_bias, eps}, type);
+  const Tensor x = norm.kind.empty() || output.numel() == 0 ? input : normalised(input, norm, type);
   const auto run = type == ScalarType::Double          ? run_layer<double, double>
                    : output_type == ScalarType::Double ? run_layer<float, double>
                                                        : run_layer<float, float>;
   run(x, of_layer, ending, output);
   return output;
+}
+
+}  // namespace
+
+Tensor decode_linear(const Tensor& input, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
+                     const std::optional<Tensor>& residual, const std::string& norm,
+                     const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias, double eps,
+                     const std::string& activation, bool gated, bool, const std::vector<Tensor>&) {
+  return linear_layer(input, weights, biases, {}, residual, {norm, norm_weight, norm_bias, eps}, activation, gated);
+}
+
+Tensor decode_linear_low_rank(const Tensor& input, const std::vector<Tensor>& weights,
+                              const std::vector<Tensor>& biases, const Tensor& a, const std::vector<Tensor>& b,
+                              const std::optional<Tensor>&, const std::optional<Tensor>& residual,
+                              const std::string& norm, const std::optional<Tensor>& norm_weight,
+                              const std::optional<Tensor>& norm_bias, double eps, const std::string& activation,
+                              bool gated, bool, const std::vector<Tensor>&) {
+  constexpr const char* kOp = "fuseopt::decode_linear_low_rank: ";
+  FUSEOPT_CHECK(b.size() == weights.size() && a.dim() == 2 && a.size(1) == weights[0].size(1), kOp,
+                "needs a of [R, K] and a factor b for each weight");
+  int64_t ranks = 0;
+  for (size_t i = 0; i < b.size(); ++i) {
+    FUSEOPT_CHECK(b[i].dim() == 2 && b[i].size(0) == weights[i].size(0), kOp, "b must be [N, its share of R]");
+    ranks += b[i].size(1);
+  }
+  FUSEOPT_CHECK(ranks == a.size(0), kOp, "a has ", a.size(0), " rows, and the ranks of b add up to ", ranks);
+  const LowRank low_rank{torch::stable::contiguous(a), b};
+  return linear_layer(input, weights, biases, low_rank, residual, {norm, norm_weight, norm_bias, eps}, activation, gated);
 }
 
 }  // namespace fuseopt

@@ -73,6 +73,13 @@ Tensor decode_linear(const Tensor& input, const std::vector<Tensor>& weights, co
                      const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias, double eps,
                      const std::string& activation, bool gated, bool pdl, const std::vector<Tensor>& prefetch);
 
+Tensor decode_linear_low_rank(const Tensor& input, const std::vector<Tensor>& weights,
+                              const std::vector<Tensor>& biases, const Tensor& a, const std::vector<Tensor>& b,
+                              const std::optional<Tensor>& exchange, const std::optional<Tensor>& residual,
+                              const std::string& norm, const std::optional<Tensor>& norm_weight,
+                              const std::optional<Tensor>& norm_bias, double eps, const std::string& activation,
+                              bool gated, bool pdl, const std::vector<Tensor>& prefetch);
+
 Tensor decode_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& lengths,
                         const std::optional<Tensor>& starts, const std::optional<Tensor>& mask,
                         const std::optional<Tensor>& bias, double scale, bool pdl);

@@ -88,6 +88,8 @@ class StepAttention:
         biases, norm = attention.qkv.biases, attention.norm
         if not (self.by_kernel and self.ancestry is None and not others and stream.is_stored and norm is not None):
             return None
+        if attention.qkv.low_rank is not None:
+            return None
         parts = stream.total(), weight, biases[0] if biases else None, cache[0], cache[1]
         has_three_equal = is_plain(attention) and len(weight) == 3 * cache.shape[2] * cache.shape[4]
         if not (has_three_equal and has_kernel("decode_qkv_attention_", weight) and is_fast(*parts, **norm.of_op)):

@@ -155,8 +155,7 @@ class StepGraphs(Captures):
                 continue
             kept: tuple[Any, ...] = self._steps, self._prompts
             steps, prompts = (sum(work.state is state for work in works.values()) for works in kept)
-            cache = f"a cache of {state.sizes} has {state.cache_bytes / 2**20:.1f} MiB of keys and values"
-            yield f"{cache}, for {steps} captured steps and {prompts} captured prompts"
+            yield f"a cache of {state.cache_size}, for {steps} captured steps and {prompts} captured prompts"
 
     def clear(self) -> None:
         """Waits for queued work and drops everything that is captured."""

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fuseopt import ops
+from fuseopt.generation.engine.low_rank import LoraPart, LowRank
 from fuseopt.modules.base import full_name, source_class
 from fuseopt.ops import registry
 from fuseopt.ops.decode.linear import ACTIVATIONS, FEW_ROWS, NORMS, is_fast
+from fuseopt.ops.decode.low_rank import updates
 from fuseopt.tuning import multiprocessors, tuned
 
 # A name in `ACTIVATIONS`, or a module that is called.
@@ -72,11 +74,13 @@ class Linear:
         weights: [N, K] each, of any strides.
         biases: [N] for each weight, or none.
         prefetch: weights of a later launch, which the kernel reads into the L2 cache.
+        low_rank: updates of the weights by LoRA adapters; None without any.
     """
 
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor, ...] = ()
     prefetch: tuple[Tensor, ...] = ()
+    low_rank: LowRank | None = None
 
     @functools.cached_property
     def no_bias(self) -> Tensor:
@@ -117,12 +121,29 @@ def _first_part(weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def linear_of(*modules: nn.Linear) -> Linear:
-    """The Linear of torch.nn.Linear modules. If one of them has a bias, those without get a bias of zeros."""
+    """The Linear of torch.nn.Linear modules, also inside LoRA layers. If one of them has a bias, those without get a
+    bias of zeros."""
     weights, biases = tuple(module.weight for module in modules), [module.bias for module in modules]
+    parts = [LoraPart(module, 0, len(weight)) for module, weight in zip(modules, weights, strict=True)]
+    low_rank = LowRank.of(parts, weights[0])
     if all(bias is None for bias in biases):
-        return Linear(weights)
+        return Linear(weights, low_rank=low_rank)
     filled = (w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True))
-    return Linear(weights, tuple(filled))
+    return Linear(weights, tuple(filled), low_rank=low_rank)
+
+
+def conv1d_of(module: nn.Module) -> Linear:
+    """The Linear of a Conv1D, whose weight is [in, out], also inside a LoRA layer."""
+    weight = module.weight.T
+    return Linear((weight,), (module.bias,), low_rank=LowRank.of([LoraPart(module, 0, len(weight))], weight))
+
+
+def halves_of(module: nn.Module) -> Linear:
+    """The Linear of both halves of a torch.nn.Linear's outputs, also inside a LoRA layer."""
+    first, second = module.weight.chunk(2)
+    parts = [LoraPart(module, 0, len(first)), LoraPart(module, len(first), len(module.weight))]
+    biases = () if module.bias is None else tuple(module.bias.chunk(2))
+    return Linear((first, second), biases, low_rank=LowRank.of(parts, first))
 
 
 def layer_norm_of(norm: nn.Module) -> Norm:
@@ -190,21 +211,28 @@ def linear(
         input, norm = normalised(input, norm), None
     of_norm = norm.of_op if norm is not None else {}
     if takes_kernel(input, layer, residual, of_norm.get("norm"), gated) and not callable(activation):
-        return ops.decode_linear(
+        return _by_kernel(
             input,
-            layer.weights,
-            layer.biases or None,
+            layer,
             residual=residual,
             **of_norm,
             eps=norm.eps if norm is not None else 0.0,
             activation=activation,
             gated=gated,
-            pdl=True,
-            prefetch=layer.prefetch,
         )
     if norm is not None:
         input = normalised(input, norm)
     return _by_library(input.to(weight.dtype), layer, activation, gated, residual)
+
+
+def _by_kernel(input: Tensor, layer: Linear, **options: Any) -> Tensor:
+    options |= {"pdl": True, "prefetch": layer.prefetch}
+    added = layer.low_rank
+    if added is None:
+        return ops.decode_linear(input, layer.weights, layer.biases or None, **options)
+    return ops.decode_linear_low_rank(
+        input, layer.weights, added.a, added.b, layer.biases or None, exchange=added.exchange, **options
+    )
 
 
 def _normalises_before(input: Tensor, layer: Linear, norm: Norm) -> bool:
@@ -227,7 +255,8 @@ def takes_kernel(
     gated: bool = False,
 ) -> bool:
     """Whether `linear` runs on `ops.decode_linear`; it never does if the activation is a module."""
-    return has_kernel("decode_linear", layer.weights[0]) and is_fast(input, layer.weights, residual, norm, gated)
+    op = "decode_linear" if layer.low_rank is None else "decode_linear_low_rank"
+    return has_kernel(op, layer.weights[0]) and is_fast(input, layer.weights, residual, norm, gated)
 
 
 def _by_library(
@@ -236,10 +265,11 @@ def _by_library(
     """`linear` without a norm, by the BLAS library with its epilogues where they fit."""
     weight, *others = layer.weights
     bias = layer.biases[0] if layer.biases else None
-    if residual is not None and not others and bias is None and activation is None and residual.dtype is weight.dtype:
+    is_plain = layer.low_rank is None and not others
+    if is_plain and residual is not None and bias is None and activation is None and residual.dtype is weight.dtype:
         return residual.addmm_(input, weight.T)
     is_gelu = activation == "gelu_tanh" and bias is not None
-    if (is_gelu or activation == "relu") and not others and weight.is_cuda and weight.dtype in HALVES:
+    if (is_gelu or activation == "relu") and is_plain and weight.is_cuda and weight.dtype in HALVES:
         # The GELU is the tanh approximation on CUDA.
         bias = layer.no_bias if bias is None else bias
         output = torch._addmm_activation(bias, input, weight.T, use_gelu=is_gelu)
@@ -266,7 +296,17 @@ def _products(input: Tensor, layer: Linear) -> Tensor:
     cuBLAS takes several times as long if N is odd, as GPT-2's vocabulary is: the last few columns are a second product.
     """
     if takes_kernel(input, layer):
-        return ops.decode_linear(input, layer.weights, layer.biases or None, pdl=True, prefetch=layer.prefetch)
+        return _by_kernel(input, layer)
+    output = _products_by_library(input, layer)
+    if layer.low_rank is not None:
+        parts = output.split([len(weight) for weight in layer.weights], dim=1)
+        for part, added in zip(parts, updates(input, layer.low_rank.a, layer.low_rank.b), strict=True):
+            part += added
+    return output
+
+
+def _products_by_library(input: Tensor, layer: Linear) -> Tensor:
+    """`_products` without updates of low rank."""
     widths = [len(weight) for weight in layer.weights]
     biases = layer.biases or (None,) * len(widths)
     step = 8 if input.is_cuda else 1

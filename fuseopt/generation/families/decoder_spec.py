@@ -203,6 +203,15 @@ class DecoderSpec:
         return self.layers[0].self_attention.qkv.weights[0].dtype
 
     @property
+    def linears(self) -> tuple[Linear, ...]:
+        """All linear layers, also those that run on an encoder's output only."""
+        of_layers = (linear for layer in self.layers for linear in layer.linears)
+        crosses = (layer.cross_attention for layer in self.layers)
+        of_encoder = (cross.key_value for cross in crosses if cross is not None)
+        projections = (part for part in (self.embedding_projection, self.head_projection) if part is not None)
+        return (*of_layers, *of_encoder, *projections, self.head)
+
+    @property
     def rotaries(self) -> tuple[RotaryPositions, ...]:
         """The rotations of all layers, each once."""
         found = (layer.self_attention.rotary for layer in self.layers)

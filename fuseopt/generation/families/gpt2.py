@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fuseopt.generation.engine.layers import Linear, activation_of, layer_norm_of, linear_of
+from fuseopt.generation.engine.layers import activation_of, conv1d_of, layer_norm_of, linear_of
 from fuseopt.generation.families.decoder_spec import DecoderSpec, FeedForward, Layer, SelfAttention
 from fuseopt.generation.families.spec_step import SpecStep
 from fuseopt.modules.children import GPT2_CHILDREN
@@ -30,15 +30,10 @@ def _layer(block: nn.Module) -> Layer:
     attention, mlp = block.attn, block.mlp
     return Layer(
         SelfAttention(
-            layer_norm_of(block.ln_1), _conv1d(attention.c_attn), _conv1d(attention.c_proj), attention.scaling
+            layer_norm_of(block.ln_1), conv1d_of(attention.c_attn), conv1d_of(attention.c_proj), attention.scaling
         ),
-        FeedForward(layer_norm_of(block.ln_2), _conv1d(mlp.c_fc), activation_of(mlp.act), _conv1d(mlp.c_proj)),
+        FeedForward(layer_norm_of(block.ln_2), conv1d_of(mlp.c_fc), activation_of(mlp.act), conv1d_of(mlp.c_proj)),
     )
-
-
-def _conv1d(module: nn.Module) -> Linear:
-    """Of a Conv1D, whose weight is [in, out]."""
-    return Linear((module.weight.T,), (module.bias,))
 
 
 class GPT2Step(SpecStep):

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from fuseopt.generation.engine.layers import Linear, Norm, activation_of, linear_of
+from fuseopt.generation.engine.layers import Norm, activation_of, halves_of, linear_of
 from fuseopt.generation.families.decoder_spec import DecoderSpec, FeedForward, Layer, RotaryPositions, SelfAttention
 from fuseopt.generation.families.spec_step import SpecStep
 from fuseopt.modules.children import Children, llama_children
@@ -128,9 +128,7 @@ class LlamaLikeStep(SpecStep):
     @staticmethod
     def feed_forward_of(mlp: nn.Module) -> FeedForward:
         if hasattr(mlp, "gate_up_proj"):
-            weights = mlp.gate_up_proj.weight.chunk(2)
-            biases = () if mlp.gate_up_proj.bias is None else mlp.gate_up_proj.bias.chunk(2)
-            up, activation = Linear((weights[0], weights[1]), tuple(biases)), mlp.activation_fn
+            up, activation = halves_of(mlp.gate_up_proj), mlp.activation_fn
         else:
             up, activation = linear_of(mlp.gate_proj, mlp.up_proj), mlp.act_fn
         return FeedForward(None, up, activation_of(activation), linear_of(mlp.down_proj))

@@ -22,6 +22,7 @@ from fuseopt.generation.engine.layers import (
     normalised,
     plan_l2_prefetch,
 )
+from fuseopt.generation.engine.low_rank import LowRankUpdates
 from fuseopt.generation.engine.prompt_attention import PromptAttention
 from fuseopt.generation.engine.residual_stream import HeadInput, ResidualStream
 from fuseopt.generation.engine.state import AbsorbedCrossAttention, CacheShape, DecodeState, Sizes
@@ -57,6 +58,7 @@ class SpecStep(DecodeStep):
     """
 
     config_fields: ClassVar[tuple[str, ...]] = ()
+    takes_lora: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module) -> None:
         spec = self.spec = self.spec_of(model)
@@ -66,6 +68,8 @@ class SpecStep(DecodeStep):
         self.layers, self.head, self.token_embedding = spec.layers, spec.head, spec.token_embedding
         self.vocab, self.max_length = len(spec.head.weights[0]), spec.max_length
         self.bounds_positions = bool(spec.rotaries)
+        self.low_rank = LowRankUpdates(linear.low_rank for linear in spec.linears)
+        self.lora_layers = self.low_rank.layers
         self.windows = [layer.self_attention.window for layer in self.layers]
         self._plan_l2_prefetch(self.layers)
         self.shape = CacheShape(
@@ -118,14 +122,17 @@ class SpecStep(DecodeStep):
         return state
 
     def begin(self) -> None:
-        """Fills the relative biases by distance, and the final norm's weight with the factor after that norm."""
+        """Fills the relative biases by distance, the final norm's weight with the factor after that norm, and the
+        updates of low rank."""
         spec = self.spec
+        self.low_rank.fill()
         for bias in spec.relative_biases:
             self.biases[id(bias)].copy_(F.embedding(self._buckets_by_distance[id(bias)], bias.weight).T)
         if spec.head_scale is not None and self.final_norm is not None and spec.final_norm is not None:
             self.final_norm.weight.copy_(spec.final_norm.weight * spec.head_scale)
 
     def __call__(self, state: DecodeState) -> HeadInput:
+        self.low_rank.begin_step()
         slots = StepAttention(state, self.biases, self._tables(state))
         stream = self._stream(state.tokens, state.positions)
         layers = self.layers if state.absorbed is None else self._absorbed_layers(state.absorbed)
@@ -141,6 +148,7 @@ class SpecStep(DecodeStep):
         """See DecodeStep. In a decoder-only model the padding after a prompt leaves keys and values in the cache; no
         token of the prompt attends to them, and steps overwrite them before they read them.
         """
+        self.low_rank.begin_step()
         if self.spec.has_encoder:
             self._prefill_from_encoder(state, length)
         else:
@@ -271,6 +279,8 @@ class SpecStep(DecodeStep):
             return 0
         crosses = self._cross_attentions
         weight = crosses[0].query.weights[0]
+        if any(part.low_rank is not None for cross in crosses for part in (cross.query, cross.out)):
+            return 0
         unscaled = all(cross.scale == 1 and cross.norm is not None and not cross.query.biases for cross in crosses)
         projections = (part.weights[0] for cross in crosses for part in (cross.query, cross.out))
         has_range = all(projection.dtype in (torch.bfloat16, torch.float32) for projection in projections)

@@ -20,7 +20,13 @@ logger = logging.getLogger(__name__)
 
 
 class EncoderStep(Protocol):
-    """The encoder of an encoder-decoder, run on prompts of token ids without the model's own forward."""
+    """The encoder of an encoder-decoder, run on prompts of token ids without the model's own forward.
+
+    Attributes:
+        lora_layers: as of `DecodeStep`.
+    """
+
+    lora_layers: Sequence[nn.Module] = ()
 
     def __init__(self, model: nn.Module) -> None: ...
 
@@ -63,6 +69,9 @@ class DecodeStep(Protocol):
         prompt_attentions: with these values of `config._attn_implementation`, `prefill` runs the prompts of a
             decoder-only model, else the model's forward does.
         encoder_class: the encoder's step; None for decoder-only models.
+        ignores_encoder_mask: cross-attention attends to all of the encoder's output, whatever `attention_mask` says.
+        takes_lora: linear layers of the model may be inside LoRA layers of peft (`fuseopt.modules.lora`); those of them
+            whose updates the step adds are its `lora_layers`.
         token_embedding: [vocab, width], whose dtype and device tell whether the engine's kernels apply.
         shape: of the key-value cache, from which the engine makes a `DecodeState`.
         vocab: width of the logits.
@@ -75,7 +84,10 @@ class DecodeStep(Protocol):
     children: ClassVar[Children]
     prompt_attentions: ClassVar[tuple[str, ...]] = ("sdpa",)
     encoder_class: ClassVar[type[EncoderStep] | None] = None
+    ignores_encoder_mask: ClassVar[bool] = False
+    takes_lora: ClassVar[bool] = False
 
+    lora_layers: Sequence[nn.Module] = ()
     token_embedding: Tensor
     shape: CacheShape
     vocab: int

@@ -8,11 +8,15 @@ from torch.nn import functional as F
 
 from fuseopt.generation.engine.graphs import PromptWork, StepGraphs
 from fuseopt.generation.engine.layers import embedded, normalised
+from fuseopt.generation.engine.low_rank import LowRankUpdates
 from fuseopt.generation.engine.residual_stream import ResidualStream
 from fuseopt.generation.engine.state import prompt_length_for
 from fuseopt.generation.families.spec_step import add_feed_forward
 from fuseopt.generation.families.step_interface import EncoderStep
 from fuseopt.generation.families.t5_layers import feed_forward_of, norm_of, self_attention_of
+
+# Longer prompts run by transformers: the bias of a layer's scores has heads x length x length numbers.
+_LONGEST_PROMPT = 1024
 
 
 class EncoderState:
@@ -45,6 +49,9 @@ class T5Encoder(EncoderStep):
         encoder = model.encoder
         self.token_embedding = encoder.embed_tokens.weight
         self.layers = [(self_attention_of(block.layer[0]), feed_forward_of(block.layer[1])) for block in encoder.block]
+        linears = (part for own, after in self.layers for part in (own.qkv, own.out, after.up, after.down))
+        self.low_rank = LowRankUpdates(linear.low_rank for linear in linears)
+        self.lora_layers = self.low_rank.layers
         self.final_norm = norm_of(encoder.final_layer_norm)
         attention = encoder.block[0].layer[0].SelfAttention
         self.heads = attention.n_heads
@@ -60,7 +67,7 @@ class T5Encoder(EncoderStep):
     def state_for(self, graphs: StepGraphs, items: int, length: int) -> EncoderState | None:
         """What prompts of this class run in; None where a call would gain nothing."""
         padded = prompt_length_for(items, length, self.token_embedding.device)
-        if padded is None:
+        if padded is None or padded > _LONGEST_PROMPT:
             return None
         return graphs.state(("encoder", items, padded), lambda: self._state(items, padded))
 
@@ -79,6 +86,7 @@ class T5Encoder(EncoderStep):
             or nothing.
         """
         length = input_ids.shape[1]
+        self.low_rank.fill()
         state.ids[:, :length] = input_ids
         state.last.fill_(length - 1)
         if keep is not None:
@@ -92,6 +100,7 @@ class T5Encoder(EncoderStep):
         Padding after a prompt repeats its last token with that token's relative positions. No token of the prompt
         attends to it, but attention multiplies its values by 0, so they must be finite if the prompt's own are.
         """
+        self.low_rank.begin_step()
         items = len(state.ids)
         in_prompt, source = state.slots <= state.last, torch.minimum(state.slots, state.last)
         # PyTorch's fast attention kernels take no bias of other strides.

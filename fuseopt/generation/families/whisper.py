@@ -17,6 +17,7 @@ class WhisperStep(BartStep):
     model_class = "transformers.models.whisper.modeling_whisper.WhisperForConditionalGeneration"
     children = WHISPER_CHILDREN
     norms_first = True
+    ignores_encoder_mask = True
 
     @staticmethod
     def head_of(model: nn.Module) -> Linear:

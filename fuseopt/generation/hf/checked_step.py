@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from fuseopt.generation.engine.graphs import StepGraphs
 from fuseopt.generation.families.step_interface import DecodeStep, EncoderStep
 from fuseopt.generation.hf.fingerprint import ModelFingerprint, fingerprint
+from fuseopt.modules.lora import described
 from fuseopt.runtime.references import weak_attribute
 
 
@@ -66,7 +67,15 @@ class CheckedStep:
         self._encoder_fingerprint: ModelFingerprint | None = None
         self._key: tuple[Hashable, ...] = ()
         self._encoder_key: tuple[Hashable, ...] = ()
+        self._unread: str | None = None
+        self._encoder_unread: str | None = None
         self._is_deferred = self._is_encoder_deferred = False
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the last check found, for the report."""
+        layers = {} if self._fingerprint is None else self._fingerprint.lora.layers
+        return (described(layers),) if layers else ()
 
     def is_in_place(self) -> bool:
         """Whether there is a step and its weights have their addresses, so that it can run before a check."""
@@ -96,14 +105,19 @@ class CheckedStep:
         """Compares the model with its fingerprint; rebuilds the step and drops all captured graphs if it changed."""
         self._is_deferred = False
         step_class, before, key = self.step_class, self._fingerprint, self._key
-        found = self._fingerprint = fingerprint(self.model, step_class.roots(self.model), step_class.children, before)
-        if found.reason is not None:
-            return ModelCheck(found.reason)
-        self._key = (*found.key, *step_class.constants(self.model))
+        found = self._fingerprint = self._fingerprint_of(step_class.roots(self.model), before)
+        adapters, ranks = found.lora.look()
+        reason = found.reason or adapters
+        if reason is not None:
+            return ModelCheck(reason)
+        self._key = (*found.key, *step_class.constants(self.model), *ranks)
         is_rebuilt = not self.is_built or self._key != key
         if is_rebuilt:
             self.graphs.clear()
             self.step, self.is_built = step_class(self.model), True
+            self._unread = _unread_adapter(found, self.step, self.model)
+        if self._unread is not None:
+            return ModelCheck(self._unread)
         encoder_is_unchanged = self._confirm_encoder()
         return ModelCheck(None, found is before and not is_rebuilt and encoder_is_unchanged)
 
@@ -126,15 +140,36 @@ class CheckedStep:
         return self._check_encoder() is None and self.encoder is before
 
     def _check_encoder(self) -> str | None:
-        found = self._encoder_fingerprint = fingerprint(
-            self.model, (self.model.encoder,), self.step_class.children, self._encoder_fingerprint
-        )
-        if found.reason is not None:
-            return found.reason
+        found = self._encoder_fingerprint = self._fingerprint_of((self.model.encoder,), self._encoder_fingerprint)
+        adapters, ranks = found.lora.look()
+        if found.reason or adapters:
+            return found.reason or adapters
         encoder_class = self.step_class.encoder_class
         assert encoder_class is not None
-        key = (*found.key, *encoder_class.constants(self.model))
+        key = (*found.key, *encoder_class.constants(self.model), *ranks)
         if self.encoder is None or key != self._encoder_key:
             self.graphs.clear()
             self.encoder, self._encoder_key = encoder_class(self.model), key
+            self._encoder_unread = _unread_adapter(found, self.encoder)
+        return self._encoder_unread
+
+    def _fingerprint_of(self, roots: Sequence[nn.Module], before: ModelFingerprint | None) -> ModelFingerprint:
+        step_class = self.step_class
+        return fingerprint(self.model, roots, step_class.children, before, takes_lora=step_class.takes_lora)
+
+
+def _unread_adapter(
+    found: ModelFingerprint, step: DecodeStep | EncoderStep, model: nn.Module | None = None
+) -> str | None:
+    """Why a step computes something else than the modules: it does not read one of their adapters.
+
+    Args:
+        model: whose encoder another step or transformers runs.
+    """
+    if not found.lora.layers:
         return None
+    read = {id(layer) for layer in step.lora_layers}
+    if model is not None and model.config.is_encoder_decoder:
+        read |= {id(module) for module in model.get_encoder().modules()}
+    unread = (path for path, layer in found.lora.layers.items() if id(layer) not in read)
+    return next((f"{path} is a LoRA layer where the decode step reads none" for path in unread), None)

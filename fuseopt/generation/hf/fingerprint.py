@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from fuseopt.blocks.t5_inference import T5InferenceForward, T5StackForward
 from fuseopt.generation.hf.redundant_attributes import contradictions
 from fuseopt.modules.base import has_hooks
 from fuseopt.modules.children import Children, unexpected_modules
+from fuseopt.modules.lora import LoraLayers, is_lora_linear, kind_of, without_lora
 from fuseopt.runtime.module_watch import (
     CONSTANTS,
     REDUNDANT,
@@ -56,11 +57,13 @@ class ModelFingerprint:
             values are not part of it, since steps read them in place.
         watch: compares the modules with this walk faster than another walk; None if a module has hooks, which only a
             walk can examine.
+        lora: the LoRA layers in the trees.
     """
 
     reason: str | None
     key: tuple[Hashable, ...] = ()
     watch: ModuleWatch | None = None
+    lora: LoraLayers = field(default_factory=lambda: LoraLayers({}))
 
     def is_in_place(self) -> bool:
         """Whether the weights have their addresses and autocast is off, so that a step can read them.
@@ -72,7 +75,12 @@ class ModelFingerprint:
 
 
 def fingerprint(
-    model: nn.Module, roots: Sequence[nn.Module], children: Children, before: ModelFingerprint | None = None
+    model: nn.Module,
+    roots: Sequence[nn.Module],
+    children: Children,
+    before: ModelFingerprint | None = None,
+    *,
+    takes_lora: bool = False,
 ) -> ModelFingerprint:
     """Fingerprint of `model` itself and the trees below `roots`, which are children of it.
 
@@ -81,11 +89,14 @@ def fingerprint(
     Args:
         children: the class that each module must have, see `fuseopt.modules.children`.
         before: an earlier result for the same arguments, returned if nothing has changed.
+        takes_lora: linear layers may be inside LoRA layers.
     """
     if before is not None and before.watch is not None and before.watch.is_unchanged():
         return before
-    for path, module in unexpected_modules(model, children, roots):
-        return ModelFingerprint(f"{path} is a {type(module).__name__}, which the decode step does not know")
+    inside_of = without_lora if takes_lora else None
+    for path, module in unexpected_modules(model, children, roots, inside_of):
+        kind = kind_of(module) or f"is a {type(module).__name__}, which the decode step does not know"
+        return ModelFingerprint(f"{path} {kind}")
     key: list[Hashable] = []
     modules, special = [model, *modules_below(*roots)], False
     parameters = []
@@ -116,14 +127,20 @@ def fingerprint(
         return ModelFingerprint(f"the model is on {device}")
     if torch.is_autocast_enabled(device.type):
         return ModelFingerprint("autocast is on")
-    return ModelFingerprint(None, (device, *key), None if special else ModuleWatch(modules, parameters))
+    watch = None if special else ModuleWatch(modules, parameters)
+    return ModelFingerprint(None, (device, *key), watch, _lora_layers(model, modules))
+
+
+def _lora_layers(model: nn.Module, modules: Sequence[nn.Module]) -> LoraLayers:
+    found = {id(module) for module in modules if is_lora_linear(module)}
+    return LoraLayers({path: module for path, module in model.named_modules() if id(module) in found} if found else {})
 
 
 def _module_reason(module: nn.Module) -> str | None:
     if module.training:
         return "is in training mode"
     if has_hooks(module) and not only_captures_outputs(module):
-        return "carries hooks"
+        return "carries hooks" + (", such as peft's for adapter_names" if is_lora_linear(module) else "")
     if "_hf_hook" in module.__dict__:
         return "is dispatched or offloaded by accelerate"
     if "forward" in module.__dict__ and type(module.__dict__["forward"]) not in _FORWARDS:

@@ -64,6 +64,7 @@ _GROUPED = (
     "Olmo",
     "Olmo2",
     "StableLm",
+    "Starcoder2",
 )
 _NEOX = "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoX"
 

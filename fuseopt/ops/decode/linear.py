@@ -82,7 +82,7 @@ RAW = define(
 )
 
 
-def _normalised(
+def normalised_input(
     input: Tensor, norm: str, weight: Tensor | None, bias: Tensor | None, eps: float, rounded_to: torch.dtype
 ) -> Tensor:
     """The linear layer's input, rounded to its weight's dtype as the upstream modules leave it."""
@@ -115,7 +115,7 @@ def _reference(
 ) -> Tensor:
     with without_autocast(input):
         dtype = compute_dtype(weights[0])
-        x = _normalised(input, norm, norm_weight, norm_bias, eps, weights[0].dtype).to(dtype)
+        x = normalised_input(input, norm, norm_weight, norm_bias, eps, weights[0].dtype).to(dtype)
         products = [F.linear(x, weight.to(dtype)) for weight in weights]
         if biases:
             products = [product + bias.to(dtype) for product, bias in zip(products, biases, strict=True)]

@@ -2,15 +2,18 @@
 
 Matches: in a graph of Dynamo, `scaled_dot_product_attention` with a boolean mask that is computed from sizes alone
     and has the values of the causal mask.
-Writes: the same call with `attn_mask=None, is_causal=True`.
+Writes: the same call with `attn_mask=None, is_causal=True`; where keys and values were repeated for groups of queries,
+    with `enable_gqa=True` and the keys and values themselves.
 Does not fire: on masks that depend on tensors, or, with dynamic sizes, that are not causal for every size tried.
 
 transformers before 5.18 builds a mask [batch, 1, length, length] in every trace. For a batch without padding it
-depends on sizes only, so its values are known before the step runs.
+depends on sizes only, so its values are known before the step runs. Because of the mask it also repeats keys and
+values. Kernels without repetition exist for 16-bit tensors on a CPU and from compute capability 8 on.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +23,8 @@ from torch.nn import functional as F
 # A sliding window of w positions is causal for lengths up to w. So with dynamic sizes a mask is evaluated for a length
 # above every integer in its computation; those integers must not be larger than this.
 _LARGEST_CONSTANT = 256
+# Largest head of flash attention.
+_LARGEST_HEAD = 256
 
 
 def run(module: fx.GraphModule) -> None:
@@ -33,7 +38,50 @@ def run(module: fx.GraphModule) -> None:
             causal[mask] = bool(values) and all(map(_is_causal, values))
         if causal[mask]:
             node.kwargs = {**node.kwargs, "attn_mask": None, "is_causal": True}
+            _use_groups(node)
     module.recompile()
+
+
+def _use_groups(attention: fx.Node) -> None:
+    """Gives the attention keys and values as they were before transformers repeated them, if a kernel reads them."""
+    if len(attention.args) != 3:
+        return
+    query, *repeated = attention.args
+    sources = [_before_repetition(node) for node in repeated]
+    if None not in sources and all(_has_grouped_kernel(node.meta["example_value"]) for node in (query, *repeated)):
+        attention.args = (query, *sources)
+        attention.kwargs = {**attention.kwargs, "enable_gqa": True}
+
+
+def _before_repetition(repeated: fx.Node) -> fx.Node | None:
+    """The source [b, kv, s, d] of `source[:, :, None].expand(b, kv, n, s, d).reshape(b, kv * n, s, d)`; else None."""
+    reshaped = repeated
+    expanded = _argument_of(reshaped, "reshape")
+    indexed = _argument_of(expanded, "expand")
+    source = _argument_of(indexed, operator.getitem)
+    if reshaped is None or expanded is None or indexed is None or source is None:
+        return None
+    whole = slice(None, None, None)
+    batch, heads, length, size = source.meta["example_value"].shape
+    shape = expanded.meta["example_value"].shape
+    is_repeated = (
+        indexed.args[1] == (whole, whole, None, whole, whole)
+        and shape == (batch, heads, shape[2], length, size)
+        and reshaped.meta["example_value"].shape == (batch, heads * shape[2], length, size)
+    )
+    return source if is_repeated else None
+
+
+def _argument_of(node: fx.Node | None, target: object) -> fx.Node | None:
+    """The first argument of a call of `target`."""
+    is_call = node is not None and node.target == target and isinstance(node.args[0], fx.Node)
+    return node.args[0] if is_call else None  # type: ignore[union-attr, return-value]
+
+
+def _has_grouped_kernel(tensor: Tensor) -> bool:
+    if tensor.dtype not in (torch.float16, torch.bfloat16) or tensor.shape[-1] > _LARGEST_HEAD:
+        return False
+    return not tensor.is_cuda or torch.cuda.get_device_capability(tensor.device) >= (8, 0)
 
 
 def _is_causal(mask: object) -> bool:

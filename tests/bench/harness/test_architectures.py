@@ -37,6 +37,7 @@ MILLIONS = {
     "olmo2-1b": 1485,
     "granite-3-2b": 2534,
     "stablelm-2-1.6b": 1645,
+    "starcoder2-3b": 3030,
     "aya-expanse-8b": 8028,
     "pythia-410m": 405,
     "gpt-j-6b": 6051,

@@ -186,3 +186,17 @@ def test_the_command_line_makes_the_rows(monkeypatch, tmp_path):
     assert drawn == [tmp_path / "a.svg"]
     assert main(["bench", "generate", "--device", "cpu", "--families"]) == 0
     assert seen["rows"] == generate_rows.FAMILY_ROWS
+
+
+def test_adapters_unmerged_and_merged():
+    pytest.importorskip("peft")
+    rows = [Row("gpt2-tiny", 1, prompt=5, new=3, lora=4, merged=merged) for merged in (False, True)]
+    results = generate.run(device=CPU, rows=rows, configs={"generation": generate.GENERATION}, first_calls=True)
+    assert {record.case.rpartition("greedy, ")[2] for record in results.rows} == {
+        "LoRA 4, float32",
+        "LoRA 4 merged, float32",
+    }
+    assert all(record.milliseconds and record.first_seconds and not record.note for record in results.rows)
+    unmerged, merged = (row.random_model(CPU, torch.float32) for row in rows)
+    assert hasattr(unmerged.transformer.h[0].attn.c_attn, "lora_A")
+    assert not hasattr(merged.transformer.h[0].attn.c_attn, "lora_A")

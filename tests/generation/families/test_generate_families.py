@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import DynamicCache
+from torch import nn
+from transformers import Cache, DynamicCache
 
 import fuseopt
 from fuseopt import ops
@@ -44,7 +45,7 @@ def test_calls_give_what_transformers_does(family: str, kind: str, each_device: 
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "olmo2", "smollm3", "gptj"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "olmo2", "smollm3", "gptj", "cohere"])
 def test_prompts_whose_keys_one_op_stores(family: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; the op's reference stands in for its kernel."""
     stored, run = [], ops.decode_rotary_store_
@@ -57,7 +58,13 @@ def test_prompts_whose_keys_one_op_stores(family: str, padded: bool, monkeypatch
     assert len(stored) == count
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "gptj", "gpt_neox", "granite", "bart", "mt5", "umt5"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama", "gemma3", "phi3", "gptj", "gpt_neox", "granite", "cohere", "olmo", "starcoder2", "opt_projected"),
+        *("opt_350m", "bart", "mt5", "umt5"),
+    ],
+)
 @pytest.mark.usefixtures("as_on_gpu")
 def test_calls_that_are_repeated_as_on_a_gpu(family: str) -> None:
     """By ops and early prompts; the step is captured, as far as a CPU can, and replayed."""
@@ -70,21 +77,83 @@ def test_calls_that_are_repeated_as_on_a_gpu(family: str) -> None:
             assert fused.generate.calls[-1].tier is Tier.DEVICE_LOOP, fused.generate.calls[-1]
 
 
-@pytest.mark.parametrize("kind", ["greedy", "sampled", "beams"])
+TIMES = {"return_timestamps": True, "language": "en"}
+WHISPER_CALLS: dict[str, tuple[Tier, dict[str, object]]] = {
+    "greedy": (Tier.DEVICE_LOOP, {"language": "en"}),
+    "sampled": (Tier.DEVICE_LOOP, {"do_sample": True, "language": "en"}),
+    "beams": (Tier.DEVICE_LOOP, {"num_beams": 3, "language": "en"}),
+    "a language that it finds": (Tier.DEVICE_LOOP, {}),
+    "languages": (Tier.DEVICE_LOOP, {"language": ["de", "en"], "task": "translate"}),
+    "prompt": (Tier.DEVICE_LOOP, {"language": "en", "prompt_ids": [30, 9, 8, 7]}),
+    "suppressed": (Tier.DEVICE_LOOP, {"suppress_tokens": [5, 6], "begin_suppress_tokens": [7], "language": "en"}),
+    "timestamps": (Tier.FAST_FORWARD, TIMES),
+    "timestamps, sampled": (Tier.FAST_FORWARD, {"do_sample": True, "temperature": 0.8, **TIMES}),
+    "timestamps, beams": (Tier.FAST_FORWARD, {"num_beams": 3, **TIMES}),
+    "long": (Tier.FAST_FORWARD, {"frames": 150, **TIMES}),
+    "long, with what came before": (Tier.FAST_FORWARD, {"frames": 150, "condition_on_prev_tokens": True, **TIMES}),
+    "fallback": (
+        Tier.FAST_FORWARD,
+        {"temperature": (0.0, 0.6), "logprob_threshold": -0.5, "compression_ratio_threshold": 1.1, **TIMES}
+        | {"no_speech_threshold": 0.6},
+    ),
+}
+
+
+def transcribed(model: nn.Module, frames: int = 60, masked: bool = True, **arguments: object) -> torch.Tensor:
+    """Tokens of two rows of random audio, the second of which ends early."""
+    torch.manual_seed(1)
+    features = torch.randn(2, 8, frames, generator=torch.Generator().manual_seed(0), device="cpu").to(model.device)
+    if masked:
+        arguments["attention_mask"] = (torch.arange(frames) < torch.tensor([[frames], [frames - 21]])).to(model.device)
+    if "prompt_ids" in arguments:
+        arguments["prompt_ids"] = torch.tensor(arguments["prompt_ids"]).to(model.device)
+    return model.generate(features, max_new_tokens=8, **arguments)
+
+
+@pytest.mark.parametrize("kind", WHISPER_CALLS)
 def test_whisper(kind: str, each_device: torch.device) -> None:
-    """Whose generate() is its own, around that of transformers."""
-    model, features = whisper(), torch.randn(2, 8, 60, generator=torch.Generator().manual_seed(0), device="cpu")
-    arguments = {"max_new_tokens": 8, **CALLS[kind], "num_return_sequences": 1}
-
-    def tokens() -> torch.Tensor:
-        torch.manual_seed(1)
-        return model.generate(features.to(model.device), **arguments)
-
-    wanted = tokens()
+    """Whose generate() is its own, around that of transformers; its decoder ignores the mask of the audio."""
+    model, (tier, arguments) = whisper(), WHISPER_CALLS[kind]
+    wanted = transcribed(model, **arguments)
     with fuseopt.fused(model, GENERATION):
         for _ in range(2):
-            assert torch.equal(tokens(), wanted)
-            assert model.generate.calls[-1].tier is Tier.DEVICE_LOOP
+            assert torch.equal(transcribed(model, **arguments), wanted)
+            assert {call.tier for call in model.generate.calls} == {tier}, model.generate.calls[-1]
+
+
+@pytest.mark.slow
+def test_a_sweep_of_whisper(each_device: torch.device) -> None:
+    model = whisper()
+    options = {
+        "language": st.sampled_from(["en", "de", ["de", "en"]]),
+        "task": st.sampled_from(["transcribe", "translate"]),
+        "return_timestamps": st.booleans(),
+        "prompt_ids": st.lists(st.integers(3, 29), min_size=1, max_size=4).map(lambda ids: [30, *ids]),
+        "suppress_tokens": st.lists(st.integers(3, 29), min_size=1, max_size=4),
+        "begin_suppress_tokens": st.lists(st.integers(3, 29), min_size=1, max_size=4),
+        "num_beams": st.integers(2, 4),
+        "temperature": st.sampled_from([0.0, 0.7, (0.0, 0.5, 1.0)]),
+        "logprob_threshold": st.floats(-5.0, -0.5),
+        "no_repeat_ngram_size": st.integers(1, 3),
+        "repetition_penalty": st.floats(0.5, 3.0),
+        "masked": st.booleans(),
+    }
+
+    @sweep(60)
+    @given(st.fixed_dictionaries({}, optional=options), st.booleans())
+    def check(arguments: dict, is_long: bool) -> None:
+        frames = {"frames": 150, "return_timestamps": True} if is_long else {}
+        try:
+            wanted = transcribed(model, **{**arguments, **frames})
+        except (ValueError, RuntimeError, IndexError, TypeError) as error:  # TypeError: a threshold without another
+            with fuseopt.fused(model, GENERATION), pytest.raises(type(error)):
+                transcribed(model, **{**arguments, **frames})
+            return
+        with fuseopt.fused(model, GENERATION):
+            assert torch.equal(transcribed(model, **{**arguments, **frames}), wanted)
+            assert Tier.STOCK not in {call.tier for call in model.generate.calls}, model.generate.calls[-1]
+
+    check()
 
 
 @pytest.mark.slow
@@ -109,31 +178,44 @@ def test_a_sweep_of_arguments(family: str, each_device: torch.device) -> None:
     check_on_host()
 
 
-@pytest.mark.parametrize("make_cache", ["own", "without windows"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_used_cache_goes_on(family: str, each_device: torch.device) -> None:
+    """The caller's cache has every new token afterwards."""
+    model = FAMILIES[family]()
+    inputs = prompt(model, 2, 9, 0, padded=False)
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = torch.tensor([[0, 4, 5]] * 2).to(model.device)
+    go_on_with(model, inputs, used_cache(model, inputs["input_ids"]), used_cache(model, inputs["input_ids"]))
+
+
 @pytest.mark.parametrize("family", WINDOWED)
-def test_a_used_cache_goes_on(family: str, make_cache: str, each_device: torch.device) -> None:
-    """With layers that have dropped keys already; the caller's cache has every new token afterwards."""
+def test_a_used_cache_of_windows_goes_on(family: str, each_device: torch.device) -> None:
+    """Some layers have dropped keys already."""
     model = DECODERS[family]()
-    ids = prompt(model, 2, 9, 0, padded=False)["input_ids"]
+    inputs = prompt(model, 2, 9, 0, padded=False)
 
     def cache() -> DynamicCache:
-        if make_cache == "without windows":
-            return used_cache(model, ids)
         filled = DynamicCache(config=model.config)
         with torch.no_grad():
-            model(ids[:, :6], past_key_values=filled, use_cache=True)
+            model(inputs["input_ids"][:, :6], past_key_values=filled, use_cache=True)
         return filled
 
-    caches = cache(), cache()
-    wanted = generate(model, {"input_ids": ids}, past_key_values=caches[0], max_new_tokens=5, eos_token_id=60)
+    go_on_with(model, inputs, cache(), cache())
+
+
+def go_on_with(model: nn.Module, inputs: dict[str, torch.Tensor], ours: Cache, theirs: Cache) -> None:
+    """Holds a greedy call with a used cache against transformers', and what the model computes with it afterwards."""
+    arguments = {"max_new_tokens": 5, "eos_token_id": 60}
+    wanted = generate(model, inputs, past_key_values=theirs, **arguments)
     with fuseopt.fused(model, GENERATION):
-        got = generate(model, {"input_ids": ids}, past_key_values=caches[1], max_new_tokens=5, eos_token_id=60)
-        assert model.generate.calls[-1].tier is Tier.DEVICE_LOOP
+        got = generate(model, inputs, past_key_values=ours, **arguments)
+        assert model.generate.calls[-1].tier is Tier.DEVICE_LOOP, model.generate.calls[-1]
     assert_same(got, wanted)
-    assert_same_cache(*caches)
-    with torch.no_grad():
-        last = (model(ids[:, -1:], past_key_values=one).logits for one in caches)
-        torch.testing.assert_close(*last)
+    assert_same_cache(ours, theirs)
+    if not model.config.is_encoder_decoder:
+        with torch.no_grad():
+            last = (model(inputs["input_ids"][:, -1:], past_key_values=cache).logits for cache in (ours, theirs))
+            torch.testing.assert_close(*last)
 
 
 def test_a_cache_with_another_window_is_left_to_transformers() -> None:

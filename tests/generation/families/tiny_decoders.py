@@ -85,6 +85,7 @@ DECODERS: dict[str, Callable[[], nn.Module]] = {
     "smollm3": partial(grouped, "smollm3", no_rope_layers=[1, 0]),
     "stablelm": partial(stablelm, use_qkv_bias=True),
     "stablelm_parallel": partial(stablelm, use_parallel_residual=True),
+    "starcoder2": partial(grouped, "starcoder2", sliding_window=4),
     "cohere": partial(grouped, "cohere", hidden_size=48, logit_scale=0.3, attention_bias=True),
     "phi3": partial(grouped, "phi3", sliding_window=4),
     "phi3_full_cache": partial(grouped, "phi3", sliding_window=4, **_FULL),
@@ -119,12 +120,17 @@ def bart(model_class: type[nn.Module], **config: object) -> nn.Module:
 
 
 def whisper() -> nn.Module:
+    """With two languages, two tasks, and timestamps from token 36 on; it reads 60 frames at a time."""
     sizes = {"d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 8, "max_source_positions": 30}
     heads = {"encoder_attention_heads": 3, "decoder_attention_heads": 3, "max_target_positions": 40}
     ids = {"decoder_start_token_id": 3, "begin_suppress_tokens": None, "suppress_tokens": None}
     inner = {"encoder_ffn_dim": 40, "decoder_ffn_dim": 40}
     config = WhisperConfig(**_IDS, **sizes, **heads, **ids, **inner)
-    return tiny.random_model(WhisperForConditionalGeneration, config)
+    model = tiny.random_model(WhisperForConditionalGeneration, config)
+    languages = {"lang_to_id": {"<|en|>": 31, "<|de|>": 32}, "task_to_id": {"transcribe": 33, "translate": 34}}
+    times = {"no_timestamps_token_id": 35, "max_initial_timestamp_index": 4, "prev_sot_token_id": 30}
+    vars(model.generation_config).update(is_multilingual=True, **languages, **times)
+    return model
 
 
 ENCODER_DECODERS: dict[str, Callable[[], nn.Module]] = {

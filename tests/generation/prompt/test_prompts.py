@@ -60,7 +60,7 @@ def test_prompt_lengths_are_rounded_up_to_a_few_sizes():
         return [prompt_length_for(rows, length, torch.device("cpu")) for length in lengths]
 
     assert padded(1, 1, 2, 3, 17, 64, 65, 128, 1000, 1024) == [1, 2, 4, 32, 64, 128, 128, 1024, 1024]
-    assert padded(1, 1025) == padded(64, 129) == [None]
+    assert padded(1, 1025, 2048, 2049) == [1088, 2048, None] and padded(64, 129) == [None]
     assert padded(64, 20, 64, 65, 100, 128) == [32, 64, 80, 112, 128]
     assert padded(8, 500, 512, 513, 1000) == [512, 512, 528, 1008]
 
@@ -694,3 +694,17 @@ def test_of_the_last_layer_only_the_last_tokens_go_on(each_device, monkeypatch):
         expected = [tokens, *[tokens if ahead_of_last else 3] * 3]
         assert [rows[layer.weight.data_ptr()] for layer in layers_of_block] == expected
     assert rows[model.lm_head.weight.data_ptr()] == 3
+
+
+@on_a_gpu
+@pytest.mark.parametrize("length", [1500, 2048, 2100])
+def test_long_prompts(length, each_device):
+    """Captured up to 2048 tokens; a longer one runs without padding. Both write the cache that steps read."""
+    model = tiny.decoder("llama")
+    inputs = prompt(model, 1, length, 2, padded=False)
+    wanted = generate(model, inputs, max_new_tokens=5)
+    fuseopt.initialize(model, GENERATION)
+    for _ in range(3):
+        assert_same(generate(model, inputs, max_new_tokens=5), wanted)
+        assert model.generate.calls[-1].tier is Tier.DEVICE_LOOP and not model.generate.calls[-1].note
+    assert model.generate.graphs.prompts == (length <= 2048)

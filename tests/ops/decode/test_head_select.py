@@ -204,7 +204,7 @@ def test_no_launch_looks_for_what_blocks_have_found(
     input = torch.randn(rows, 768, device="cuda", dtype=dtype)
     weight = torch.randn(50257, 768, device="cuda", dtype=dtype)
     state, norm = state_of(rows, input.device), norm_of("layer_norm", 768, weight)
-    if are_sums and rows <= 8:
+    if are_sums and rows <= 8 and dtype is torch.bfloat16:  # in float32 no layer leaves sums
         norm["split_k_partials"] = torch.randn(2, rows, 768, device="cuda")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         decode_head_select_(input, weight, *state.values(), **norm, backend="cuda")

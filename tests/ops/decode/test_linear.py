@@ -513,10 +513,38 @@ def test_tiles_against_float64(
     }
     x = make(rows, columns)
     assert_kernel_is_accurate(x, layer, biases, **options)
+    tiles = HIGH_TILES if weights > 1 and rows > 128 and dtype in HALVES else LOW_TILES
     assert re.search(
-        HIGH_TILES if weights > 1 and rows > 128 and dtype in HALVES else LOW_TILES,
+        tiles if dtype in HALVES else "decode_linear_tiles_kernel<float",
         kernels_of(lambda: decode_linear(x, layer, biases, **options, backend="cuda")),
     )
+
+
+@pytest.mark.gpu
+@needs_sm90
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(FEW_ROWS + 1, MAX_ROWS),
+    columns=st.integers(1, 192),
+    outputs=st.integers(1, 120),
+    weights=st.integers(1, 3),
+    transposed=st.booleans(),
+    norm=st.sampled_from(["rms_norm", "gemma_rms_norm"]),
+    seed=st.integers(0, 2**31),
+)
+@torch.no_grad()
+def test_float32_tiles_of_any_parts_after_a_norm(
+    rows: int, columns: int, outputs: int, weights: int, transposed: bool, norm: str, seed: int
+) -> None:
+    """K is split over 1 to 8 blocks, which exchange sums of squares."""
+    torch.manual_seed(seed)
+    columns, outputs = 8 * columns, 8 * outputs
+    layer = [torch.randn(outputs, columns, device="cuda") / columns**0.5 for _ in range(weights)]
+    layer = [weight.T.contiguous().T if transposed else weight for weight in layer]
+    x, scale = torch.randn(rows, columns, device="cuda"), torch.randn(columns, device="cuda")
+    assert_kernel_is_accurate(x, layer, None, norm=norm, norm_weight=scale)
+    ran = kernels_of(lambda: decode_linear(x, layer, norm=norm, norm_weight=scale, backend="cuda"))
+    assert "decode_linear_tiles_kernel<float" in ran
 
 
 @pytest.mark.gpu

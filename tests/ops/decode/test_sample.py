@@ -75,9 +75,10 @@ def rounding_decides(scores: Tensor, divisors: Tensor, filters: SamplingFilters)
         elif isinstance(warper, logits_process.MinPLogitsWarper):
             relative = probabilities / probabilities.amax(-1, keepdim=True)
             unclear |= ((relative / max(warper.min_p, 1e-30) - 1).abs() < OF_RATIOS) & (relative != 1)
-            if warper.min_tokens_to_keep > 1:  # of equal scores upstream keeps any
-                lowest = kept.masked_fill(kept == -torch.inf, torch.inf).amin(-1, keepdim=True)
-                unclear |= (scores == lowest) & ((scores == lowest).sum(-1, keepdim=True) > 1)
+            if warper.min_tokens_to_keep > 1:  # of equal probabilities upstream keeps any; many are 0
+                rounded = scores.softmax(-1)
+                lowest = rounded.masked_fill(kept == -torch.inf, torch.inf).amin(-1, keepdim=True)
+                unclear |= (rounded == lowest) & ((rounded == lowest).sum(-1, keepdim=True) > 1)
         elif isinstance(warper, logits_process.TypicalLogitsWarper):
             information = -probabilities.log()
             distances = (information - (probabilities * information).nansum(-1, keepdim=True)).abs()

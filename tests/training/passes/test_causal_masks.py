@@ -72,3 +72,62 @@ def test_only_a_causal_mask_known_in_advance_is_exchanged(name, changing):
         assert after == before | {"attn_mask": None, "is_causal": True}
     else:
         assert after == before
+
+
+def repeat_kv(states, count):
+    """As transformers writes it."""
+    batch, heads, length, size = states.shape
+    states = states[:, :, None, :, :].expand(batch, heads, count, length, size)
+    return states.reshape(batch, heads * count, length, size)
+
+
+def repeat_in_turns(states, count):
+    batch, heads, length, size = states.shape
+    return states[:, None].expand(batch, count, heads, length, size).reshape(batch, heads * count, length, size)
+
+
+class Grouped(nn.Module):
+    def __init__(self, repeat, make):
+        super().__init__()
+        self.repeat, self.make = repeat, make
+
+    def forward(self, query, key, value):
+        mask = self.make(query.shape[2], None)
+        key, value = self.repeat(key, 3), self.repeat(value, 3)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=0.0, is_causal=False)
+
+
+@pytest.mark.parametrize(
+    ("repeat", "make", "dtype", "grouped"),
+    [
+        (repeat_kv, triangle, torch.bfloat16, True),
+        (repeat_in_turns, triangle, torch.bfloat16, False),
+        (repeat_kv, window(3), torch.bfloat16, False),
+        # On a GPU only the kernel that stores all scores would take these.
+        (repeat_kv, triangle, torch.float32, False),
+    ],
+)
+def test_keys_and_values_that_were_repeated_because_of_the_mask(repeat, make, dtype, grouped):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 6, 8, dtype=dtype, requires_grad=True) for heads in (6, 2, 2))
+    calls = []
+
+    def backend(graph, inputs):
+        (call,) = graph.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+        causal_masks.run(graph)
+        calls.append((call.kwargs.get("enable_gqa", False), call.args[1].meta["example_value"].shape[1]))
+        return graph
+
+    torch._dynamo.reset()
+    model = Grouped(repeat, make)
+    output = torch.compile(model, backend=backend, fullgraph=True)(query, key, value)
+    assert calls == [(True, 2) if grouped else (False, 6)]
+    expected = model(query, key, value)
+    torch.testing.assert_close(output, expected, rtol=2e-2, atol=2e-2)
+    grad = torch.randn_like(expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(output, (query, key, value), grad),
+        torch.autograd.grad(expected, (query, key, value), grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-2)

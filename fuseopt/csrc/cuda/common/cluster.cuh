@@ -88,6 +88,20 @@ __device__ inline unsigned load_from_block(const unsigned* own, int rank) {
 #endif
 }
 
+// Adds to the place of `own` in the shared memory of block `rank`; returns what was there before.
+__device__ inline unsigned add_in_block(unsigned* own, int rank, unsigned value) {
+#if __CUDA_ARCH__ >= 900
+  unsigned before;
+  asm volatile("atom.relaxed.cluster.shared::cluster.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "r"(address_in_block(shared_address(own), rank)), "r"(value)
+               : "memory");
+  return before;
+#else
+  return atomicAdd(own, value);
+#endif
+}
+
 // A barrier of all threads of the cluster. Their earlier stores, also to global memory, are visible after it.
 __device__ inline void cluster_barrier() {
 #if __CUDA_ARCH__ >= 900

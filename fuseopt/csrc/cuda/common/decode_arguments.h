@@ -18,6 +18,8 @@ struct EmbeddingTable {
 struct DecodeLinear {
   static constexpr int kMaxWeights = 3;
   static constexpr int kSplitK = 2;
+  static constexpr int kLowRankRows = 8;  // the most that have `low_rank_a`
+  static constexpr int kExchangeHeader = 2, kExchangeCopies = 4;
   TypedPointer input;  // [rows, in_features]
   int64_t rows;
   int64_t in_features;
@@ -46,6 +48,13 @@ struct DecodeLinear {
   void* best;           // [rows, fuseopt_decode_linear_parts]: DecodeSelect's candidate of each part; or null
   TokenRules rules;     // applied before comparing for `best`
   const int64_t* sequence_length;  // determines which rules hold
+  // Weight i is `weights[i] + low_rank_b[i] x` the next low_ranks[i] rows of `low_rank_a`, [all of them, in_features]; or
+  // null. Only if fuseopt_takes_low_rank returns true.
+  const void* low_rank_a;
+  const void* low_rank_b[kMaxWeights];  // [widths[i], low_ranks[i]]
+  int64_t low_ranks[kMaxWeights];
+  // [kExchangeHeader + kExchangeCopies * kLowRankRows * all ranks]; the first word differs from call to call.
+  uint64_t* exchange;
 };
 
 inline int64_t output_columns(const DecodeLinear& layer) {

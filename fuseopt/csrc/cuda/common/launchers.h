@@ -60,6 +60,9 @@ bool fuseopt_accepts_partials(DecodeLinear layer);
 
 cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t stream);
 
+// Whether one launch computes a layer with `low_rank_a`.
+bool fuseopt_takes_low_rank(DecodeLinear layer);
+
 // A DecodeLinear whose input is scores: the softmax of each of `groups` neighbouring parts of a row is multiplied.
 // Without norm, bias, activation and gate, and only if fuseopt_takes_decode_softmax_linear returns true.
 bool fuseopt_takes_decode_softmax_linear(DecodeLinear layer, int64_t groups);

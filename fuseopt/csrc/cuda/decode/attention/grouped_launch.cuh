@@ -77,7 +77,10 @@ GroupedShape grouped_shape(const DecodeAttention& attention) {
   // TUNED: H200, bfloat16, 160 to 32768 keys, 1 to 64 rows of 8 heads of keys. Blocks of which two fit on a multiprocessor
   // are faster than those with more stages, as their clusters all find a place. 2048 keys of 128 dimensions, 1 row: 8.6 us
   // in clusters of 16 blocks, 7.5 with as many that leave parts; of 64 dimensions, clusters of 8: 5.8 and 6.3 (2992d6f).
+  // One row of 32768 keys, behind a layer: 1 head of keys of 256 dimensions: 16.8 us with 128 blocks of 8 warps, 12.8 with
+  // 4 warps of 3 stages; 2 heads of 64: 8.9 with 128 blocks, 6.7 with 66 of 3 stages; 8 heads: 33 blocks are best (af8e5a5).
   constexpr int64_t kLongTiles = 128, kFewTiles = 16;
+  constexpr unsigned kManyParts = 64;
   static_assert(Memory::fixed_bytes() + kMaxGroupedWarps / 2 * sizeof(typename Memory::Tiles) <= kLeastSharedBytesOfSm80);
   const int64_t processors = multiprocessor_count(), units = grouped_units(attention);
   const int64_t longest = attention.window > 0 ? std::min(attention.window, attention.capacity) : attention.capacity;
@@ -91,9 +94,19 @@ GroupedShape grouped_shape(const DecodeAttention& attention) {
   }
   const int64_t long_tiles = is_sm90_or_newer() ? kLongTiles : 2 * shape.warps;  // elsewhere there are no clusters
   if (tiles >= long_tiles && units * 2 <= processors) {
-    const int64_t resident = shared_bytes_of_multiprocessor() >= 2 * (Memory::bytes(shape) + 1024) ? 2 : 1;
-    const int64_t most = std::min<int64_t>(tiles / shape.warps, kMaxParts);
-    shape.blocks = static_cast<unsigned>(std::min(resident * processors / units, most));
+    const auto parts_of = [&](const GroupedShape& of, int64_t resident) {
+      const int64_t most = std::min<int64_t>(tiles / of.warps, kMaxParts);
+      return static_cast<unsigned>(std::min(resident * processors / units, most));
+    };
+    shape.blocks = parts_of(shape, shared_bytes_of_multiprocessor() >= 2 * (Memory::bytes(shape) + 1024) ? 2 : 1);
+    if (shape.blocks > kManyParts) {
+      // One block a multiprocessor instead of two, or half as many warps, leave room for more stages.
+      GroupedShape staged{kMaxGroupedWarps, 1, 3, false};
+      while (staged.warps > kMaxGroupedWarps / 2 && !fits(staged)) staged.warps /= 2;
+      while (staged.stages > 1 && !fits(staged)) --staged.stages;
+      staged.blocks = parts_of(staged, 1);
+      if (staged.stages > 1) shape = staged;
+    }
     shape.leaves_parts = shape.blocks > 1;
     return shape;
   }

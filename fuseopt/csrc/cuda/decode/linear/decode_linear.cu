@@ -241,19 +241,27 @@ extern "C" int64_t fuseopt_decode_linear_parts(DecodeLinear layer) {
 }
 
 extern "C" bool fuseopt_emits_partials(DecodeLinear layer) {
-  if (layer.weight_dtype == kFloat32) return emits_partials<float>(layer);
   if (layer.weight_dtype == kFloat16) return emits_partials<__half>(layer);
   return layer.weight_dtype == kBFloat16 && emits_partials<__nv_bfloat16>(layer);
 }
 
 extern "C" bool fuseopt_accepts_partials(DecodeLinear layer) {
-  if (layer.weight_dtype == kFloat32) return accepts_partials<float>(layer);
   if (layer.weight_dtype == kFloat16) return accepts_partials<__half>(layer);
   return layer.weight_dtype == kBFloat16 && accepts_partials<__nv_bfloat16>(layer);
 }
 
+extern "C" bool fuseopt_takes_low_rank(DecodeLinear layer) {
+  if (layer.rows == 0 || layer.exchange == nullptr) return false;
+  if (layer.weight_dtype == kFloat16) return takes_low_rank<__half>(layer);
+  return layer.weight_dtype == kBFloat16 && takes_low_rank<__nv_bfloat16>(layer);
+}
+
 extern "C" cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t stream) {
   if (layer.rows == 0 || layer.out_features == 0) return cudaSuccess;
+  if (layer.low_rank_a != nullptr) {
+    return layer.weight_dtype == kFloat16 ? launch_low_rank<__half>(layer, stream)
+                                          : launch_low_rank<__nv_bfloat16>(layer, stream);
+  }
   cudaError_t error = cudaSuccess;
   if (layer.weight_dtype == kFloat16 && launch_fast<__half>(layer, stream, error)) return error;
   if (layer.weight_dtype == kBFloat16 && launch_fast<__nv_bfloat16>(layer, stream, error)) return error;

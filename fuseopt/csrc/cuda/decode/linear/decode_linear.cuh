@@ -8,7 +8,8 @@ namespace fuseopt {
 
 constexpr int kTileColumns = 8;  // output columns of one tile: the width of a 16-byte access to a 16-bit Conv1D weight
 
-// The kernels for weights of a 16-bit type or float32, T; false where they cannot take the arguments.
+// The kernels for weights of a 16-bit type or float32, T; false where they cannot take the arguments. None for float32 emits
+// or accepts partials.
 template <typename T>
 bool launch_decode_linear_few_rows(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
 template <typename T>
@@ -17,6 +18,10 @@ template <typename T>
 bool emits_partials(const DecodeLinear& layer);  // as fuseopt_emits_partials
 template <typename T>
 bool accepts_partials(const DecodeLinear& layer);  // as fuseopt_accepts_partials
+template <typename T>
+bool takes_low_rank(const DecodeLinear& layer);  // as fuseopt_takes_low_rank
+template <typename T>
+cudaError_t launch_low_rank(const DecodeLinear& layer, cudaStream_t stream);
 template <typename T>
 bool launch_decode_linear_many_rows(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
 template <typename T>
@@ -30,6 +35,10 @@ extern template bool emits_partials<__half>(const DecodeLinear&);
 extern template bool emits_partials<__nv_bfloat16>(const DecodeLinear&);
 extern template bool accepts_partials<__half>(const DecodeLinear&);
 extern template bool accepts_partials<__nv_bfloat16>(const DecodeLinear&);
+extern template bool takes_low_rank<__half>(const DecodeLinear&);
+extern template bool takes_low_rank<__nv_bfloat16>(const DecodeLinear&);
+extern template cudaError_t launch_low_rank<__half>(const DecodeLinear&, cudaStream_t);
+extern template cudaError_t launch_low_rank<__nv_bfloat16>(const DecodeLinear&, cudaStream_t);
 extern template bool launch_decode_linear_many_rows<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 extern template bool launch_decode_linear_many_rows<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 extern template bool launch_decode_linear_tiles<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
@@ -41,10 +50,6 @@ template <>
 bool launch_decode_linear_few_rows<float>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 template <>
 int64_t decode_linear_parts<float>(const DecodeLinear&);
-template <>
-bool emits_partials<float>(const DecodeLinear&);
-template <>
-bool accepts_partials<float>(const DecodeLinear&);
 bool takes_softmax_fma(const DecodeLinear& layer, int64_t groups);  // as fuseopt_takes_decode_softmax_linear
 cudaError_t launch_softmax_fma(const DecodeLinear& layer, cudaStream_t stream);
 

@@ -14,16 +14,16 @@ namespace fuseopt {
 constexpr int kMostTogether = 4;  // blocks of a cluster
 
 // How much of K a block holds at a time.
-template <typename T, typename X, int kTiles, int kChunks, int kHalves>
-constexpr int kMostColumns = kMaxLinearWarps<T, X, kTiles, kChunks, kHalves> * kChunks * kChunk;
+template <typename T, typename X, int kTiles, int kChunks, int kHalves, bool kLowRank = false>
+constexpr int kMostColumns = kMaxLinearWarps<T, X, kTiles, kChunks, kHalves, kLowRank> * kChunks * kChunk;
 
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated, int kTiles, int kChunks, int kHalves,
-          Along kAlong, bool kActivates, bool kSums = false>
+          Along kAlong, bool kActivates, bool kSums = false, bool kLowRank = false>
 cudaError_t launch_skinny_mma_as(const DecodeLinear& layer, cudaStream_t stream) {
   constexpr int kColumns = kTiles * kTileColumns, kWidth = kGated ? kColumns / 2 : kColumns;
   const int64_t chunks = ceil_div(layer.in_features, kChunk);
   MmaLayer<T> mma = mma_layer<T>(layer);
-  const int64_t parts = ceil_div(layer.in_features, kMostColumns<T, X, kTiles, kChunks, kHalves>);
+  const int64_t parts = ceil_div(layer.in_features, kMostColumns<T, X, kTiles, kChunks, kHalves, kLowRank>);
   mma.passes = kAlong == Along::kInPasses ? static_cast<int>(parts) : 1;
   constexpr bool kApart = kAlong == Along::kApart;
   if constexpr (kApart) {
@@ -38,9 +38,11 @@ cudaError_t launch_skinny_mma_as(const DecodeLinear& layer, cudaStream_t stream)
                           static_cast<unsigned>(warps * kWarpSize), shared_bytes, static_cast<unsigned>(blocks),
                           kGated ? 1u : static_cast<unsigned>(kApart ? kSplitK : layer.weight_count)};
   mma.share_prefetch(shape);
+  if (kLowRank) mma.share_ranks(ceil_div(layer.widths[0], kWidth) * blocks);
   mma.finishing = static_cast<int>(ceil_div(finished_pairs(mma.rows, kWidth), kWarpSize) * kWarpSize);
   const auto kernel =
-      decode_linear_skinny_mma_kernel<T, X, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, kAlong, kActivates, kSums>;
+      decode_linear_skinny_mma_kernel<T, X, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, kAlong, kActivates, kSums,
+                                      kLowRank>;
   return launch_dependent(kernel, mma, shape, layer.pdl, stream);
 }
 
@@ -57,30 +59,31 @@ inline bool has_widest_strips(const DecodeLinear& layer) {
 // other block fits beside one of many warps. Narrow strips spread the work over more blocks. A K too long for wide strips is
 // split over a cluster, or read in narrow strips: of a weight [N, K], with up to decode_linear_max_narrow_rows rows.
 // Activations without a norm have narrow strips.
-template <typename T, Layout kLayout, bool kNorm, bool kGated, int kHalves>
+template <typename T, Layout kLayout, bool kNorm, bool kGated, int kHalves, bool kLowRank = false>
 cudaError_t launch_skinny_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
   const int64_t tiles = tiles_of(layer), few_blocks = multiprocessor_count() / tuning().decode_linear_few_blocks_divisor;
   const bool is_plain = layer.activation == kIdentity;
   const bool are_narrow_rows = layer.rows <= tuning().decode_linear_max_narrow_rows;
   const auto launch = [&]<int kTiles, int kChunks>(bool is_enough, cudaError_t& error) {
-    constexpr bool kHasPlain = !kGated && (!kNorm || (kHalves == 1 && kTiles >= 4)), kHasOthers = kNorm || kTiles == 2;
-    if (!is_enough || layer.in_features > kMostColumns<T, T, kTiles, kChunks, kHalves>) return false;
+    constexpr bool kHasOthers = kNorm || kTiles == 2;
+    constexpr bool kHasPlain = !(kLowRank && kHasOthers) && !kGated && (!kNorm || (kHalves == 1 && kTiles >= 4));
+    if (!is_enough || layer.in_features > kMostColumns<T, T, kTiles, kChunks, kHalves, kLowRank>) return false;
     if (!kHasOthers && !is_plain) return false;
     const auto launch_as = [&]<bool kActivates>() {
-      return launch_skinny_mma_as<T, T, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, Along::kAtOnce, kActivates>(layer,
-                                                                                                               stream);
+      return launch_skinny_mma_as<T, T, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, Along::kAtOnce, kActivates, false,
+                                  kLowRank>(layer, stream);
     };
     error = kHasPlain && is_plain ? launch_as.template operator()<!kHasPlain>()
                                   : launch_as.template operator()<kHasOthers>();
     return true;
   };
   cudaError_t error = cudaSuccess;
-  if constexpr (!kNorm && !kGated && kLayout == Layout::kColMajorKN) {
+  if constexpr (!kNorm && !kGated && kLayout == Layout::kColMajorKN && !kLowRank) {
     if (layer.is_split_k) {
       return launch_skinny_mma_as<T, T, kLayout, false, false, 4, 4, kHalves, Along::kApart, false>(layer, stream);
     }
   }
-  if constexpr (kNorm && kLayout == Layout::kColMajorKN && kHalves == 1) {
+  if constexpr (kNorm && kLayout == Layout::kColMajorKN && kHalves == 1 && !kLowRank) {
     if (layer.split_k_partials != nullptr) {
       return launch_skinny_mma_as<T, T, kLayout, true, false, 8, 2, 1, Along::kAtOnce, false, true>(layer, stream);
     }
@@ -97,13 +100,18 @@ cudaError_t launch_skinny_mma_for(const DecodeLinear& layer, cudaStream_t stream
   }
   if constexpr (!kNorm && !kGated) {
     const bool gains = kLayout == Layout::kColMajorKN || !are_narrow_rows;
-    if (is_sm90_or_newer() && is_plain && gains && layer.in_features <= kMostTogether * kMostColumns<T, T, 4, 4, kHalves>) {
-      return launch_skinny_mma_as<T, T, kLayout, kNorm, kGated, 4, 4, kHalves, Along::kTogether, false>(layer, stream);
+    if (is_sm90_or_newer() && is_plain && gains && layer.in_features <= kMostTogether * kMostColumns<T, T, 4, 4, kHalves, kLowRank>) {
+      return launch_skinny_mma_as<T, T, kLayout, kNorm, kGated, 4, 4, kHalves, Along::kTogether, false, false, kLowRank>(
+          layer, stream);
     }
   }
-  constexpr int kChunks = kNorm ? 4 : 8;
-  return launch_skinny_mma_as<T, T, kLayout, kNorm, kGated, 2, kChunks, kNorm ? 2 : kHalves, Along::kInPasses, true>(layer,
-                                                                                                            stream);
+  if constexpr (kNorm && kLowRank) {
+    return cudaErrorInvalidValue;  // see takes_low_rank
+  } else {
+    constexpr int kChunks = kNorm ? 4 : 8;
+    return launch_skinny_mma_as<T, T, kLayout, kNorm, kGated, 2, kChunks, kNorm ? 2 : kHalves, Along::kInPasses, true, false,
+                                kLowRank>(layer, stream);
+  }
 }
 
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated>
@@ -203,6 +211,36 @@ bool accepts_partials(const DecodeLinear& layer) {
   // What launch_streamed_nk has a kernel for: each block reads whole rows.
   const StreamedNKPlan plan(layer);
   return plan.blocks == 1 && plan.stages == 3;
+}
+
+template <typename T>
+bool takes_low_rank(const DecodeLinear& layer) {
+  if (!takes_mma<T>(layer) || layer.rows > DecodeLinear::kLowRankRows || layer.input.dtype != kDType<T>) return false;
+  bool suits = is_aligned(layer.low_rank_a);
+  int64_t ranks = 0;
+  for (int i = 0; i < layer.weight_count; ++i) {
+    suits &= is_aligned(layer.low_rank_b[i]) && layer.low_ranks[i] % kRankPart == 0;
+    ranks += layer.low_ranks[i];
+  }
+  suits &= ranks > 0;
+  if (takes_streamed_nk(layer)) return suits;
+  const bool has_norm = layer.norm != kNoNorm;
+  const int64_t most = layer.gated ? kMostColumns<T, T, 4, 4, 1, true> : kMostColumns<T, T, 2, 4, 1, true>;
+  return suits && (has_norm ? layer.in_features <= most : !layer.gated);
+}
+
+template <typename T>
+cudaError_t launch_low_rank(const DecodeLinear& layer, cudaStream_t stream) {
+  constexpr auto kNK = Layout::kRowMajorNK, kKN = Layout::kColMajorKN;
+  const bool has_norm = layer.norm != kNoNorm;
+  if (takes_streamed_nk(layer)) return launch_streamed_nk_low_rank<T>(layer, stream);
+  if (layer.weights_are_transposed) {
+    return has_norm ? launch_skinny_mma_for<T, kKN, true, false, 1, true>(layer, stream)
+                    : launch_skinny_mma_for<T, kKN, false, false, 1, true>(layer, stream);
+  }
+  if (layer.gated) return launch_skinny_mma_for<T, kNK, true, true, 1, true>(layer, stream);
+  return has_norm ? launch_skinny_mma_for<T, kNK, true, false, 1, true>(layer, stream)
+                  : launch_skinny_mma_for<T, kNK, false, false, 1, true>(layer, stream);
 }
 
 template <typename T>

@@ -26,14 +26,14 @@ struct FmaPlaces {
 };
 
 template <Layout kLayout, FmaInput kInput, int kRows, int kColumnLanes>
-__global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const __grid_constant__ FmaLayer layer) {
+__global__ void __launch_bounds__(kFmaThreads, kRows <= 4 ? 3 : 2)
+    decode_linear_fma_kernel(const __grid_constant__ FmaLayer layer) {
   using Shape = FmaShape<kColumnLanes>;
   constexpr bool kNorm = kInput == FmaInput::kNormalised;
   constexpr int kColumns = Shape::kColumns, kKLanes = kWarpSize / kColumnLanes;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, rows = layer.rows, held = layer.held_k;
   const int parts = kNorm ? 1 : layer.parts, part = kNorm ? 0 : static_cast<int>(blockIdx.x) % parts;
-  const int first_k = (layer.is_split_k ? static_cast<int>(blockIdx.y) : part) * layer.share;
-  const int columns = min(layer.in_features - first_k, layer.share);
+  const int first_k = part * layer.share, columns = min(layer.in_features - first_k, layer.share);
   const int outputs = layer.is_gated ? layer.out_features : layer.widths[blockIdx.y];
   const int own_k = warp * Shape::kWarpK + lane / kColumnLanes * kFmaTile, own_place = lane % kColumnLanes * kFmaTile;
 
@@ -69,12 +69,8 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
   // What the thread finishes of each strip: one output.
   static_assert(kRows * kColumns <= kFmaThreads);
   const int width = layer.is_gated ? kColumns / 2 : kColumns, strips = (outputs + width - 1) / width;
-  const bool has_several_strips = strips > step;
-  if (!has_several_strips) prefetch_next_weights(layer);
   const int own_row = threadIdx.x / width, own_column = threadIdx.x % width;
-  const int64_t first_output =
-      layer.is_split_k ? blockIdx.y * static_cast<int64_t>(rows) * outputs : layer.first_outputs[blockIdx.y];
-  const int64_t output_row = first_output + own_row * static_cast<int64_t>(layer.output_stride);
+  const int64_t output_row = layer.first_outputs[blockIdx.y] + own_row * static_cast<int64_t>(layer.output_stride);
   float bias = 0.f, gate_bias = 0.f, residual = 0.f;
   unsigned rules_of_column = 0;
   const auto load_parameters = [&] {
@@ -104,17 +100,8 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
   const int member_k = (warp % kTeamWarps * kWarpSize + lane) * kFmaTile;
 #pragma unroll 1
   for (int r = warp / kTeamWarps; r < kRows; r += kFmaWarps) {
-    const int64_t at = static_cast<int64_t>(r) * layer.in_features + first_k;
-    const float* const from = static_cast<const float*>(layer.input) + at;
-    const float* const partials = kNorm ? layer.split_k_partials : nullptr;
+    const float* const from = static_cast<const float*>(layer.input) + static_cast<int64_t>(r) * layer.in_features + first_k;
     const auto loaded = [&](int k) { return __ldcg(reinterpret_cast<const float4*>(from + k)); };
-    const auto with_partials = [&](const float4& value, int k) {
-      const auto partial = [&](int a) {
-        const int64_t apart = static_cast<int64_t>(rows) * layer.in_features;
-        return __ldcg(reinterpret_cast<const float4*>(partials + a * apart + at + k));
-      };
-      return partials == nullptr ? value : partial(0) + partial(1) + value;
-    };
     float* const row = x + r * held;
     const int there = r < rows ? columns : 0;
     float4 values[kLoads];
@@ -129,10 +116,6 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         const int k = first + i * kStep;
-        if (partials != nullptr && k < there) {
-          values[i] = with_partials(values[i], k);
-          if (layer.sum != nullptr && blockIdx.x == 0) *reinterpret_cast<float4*>(layer.sum + at + k) = values[i];
-        }
         if constexpr (kInput == FmaInput::kSoftmax) {
           static_assert(kWarpSize * kFmaTile == kSoftmaxGroup);  // a warp has a whole group
           if (k < there) values[i] = softmax_of_warp(values[i]);
@@ -154,8 +137,7 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
 #pragma unroll
         for (int w = 0; w < kTeamWarps; ++w) sums.add(teams[warp / kTeamWarps * kTeamWarps + w]);
       }
-      const auto again = [&](int k) { return with_partials(loaded(k), k); };
-      const RowSums norm = normalisation_of(sums, again, r < rows ? columns : 0, layer);
+      const RowSums norm = normalisation_of(sums, loaded, r < rows ? columns : 0, layer);
       const float more = layer.norm_weight == nullptr || layer.adds_one ? 1.f : 0.f;
       const bool are_loaded = held <= kLoads * kStep;
 #pragma unroll 1
@@ -182,7 +164,7 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
   for (int turn = 0; strip < strips; turn ^= 1) {
     float sums[kRows * kFmaTile] = {};
     const float* own_x = x + own_k;
-#pragma unroll kFmaUnroll<kRows>
+#pragma unroll 1
     for (int s = 0; s < layer.stages; ++s) {
       await_copy_groups<kFmaStages - 1>();
       __syncwarp();
@@ -244,7 +226,6 @@ __global__ void __launch_bounds__(kFmaThreads, 2) decode_linear_fma_kernel(const
     load_parameters();
     load_residual();
   }
-  if (has_several_strips) prefetch_next_weights(layer);
   if (!kNorm || layer.best == nullptr) return;
   best.reduce(kColumns);  // a gated layer has no `best`
   if (own_column == 0 && own_row < rows) layer.best[own_row * gridDim.x + blockIdx.x] = best;
@@ -260,14 +241,12 @@ cudaError_t launch_fma(const DecodeLinear& layer, const FmaPlan& plan, cudaStrea
   FmaLayer of{mma_layer<float>(layer)};
   of.stages = plan.stages, of.slots = plan.slots, of.copy_groups = plan.copy_groups;
   of.held_k = plan.held_k, of.parts = plan.parts, of.share = plan.share;
-  of.is_gated = layer.gated, of.is_split_k = layer.is_split_k;
-  if (layer.is_split_k) of.weights[1] = of.weights[0];
+  of.is_gated = layer.gated;
   of.best = static_cast<Candidate<float>*>(layer.best);
   of.rules = layer.rules;
   of.sequence_length = layer.sequence_length;
   const LaunchShape shape{static_cast<unsigned>(plan.blocks), kFmaThreads, plan.shared_bytes,
                           static_cast<unsigned>(plan.parts), static_cast<unsigned>(plan.grid_rows(layer))};
-  of.share_prefetch(shape);
   const auto launch = [&]<int kRows>() {
     cudaError_t error = cudaSuccess;
     for (int64_t row = 0; row < layer.rows && error == cudaSuccess; row += kRows) {

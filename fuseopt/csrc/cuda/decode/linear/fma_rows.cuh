@@ -49,8 +49,8 @@ struct RowSums {
 // lanes of a warp.
 template <typename Row>
 __device__ inline RowSums normalisation_of(const RowSums& all, Row row, int columns, const FmaLayer& layer) {
-  const float count = static_cast<float>(layer.in_features), mean = layer.is_layer_norm ? all.sum / count : 0.f;
-  float variance = all.squares / count - mean * mean;
+  const float mean = layer.is_layer_norm ? all.sum * layer.reciprocal : 0.f;
+  float variance = all.squares * layer.reciprocal - mean * mean;
   // The difference loses precision if the mean exceeds the deviation; then squared deviations are added up.
   if (!(variance >= mean * mean)) {
     RowSums deviations;
@@ -60,7 +60,7 @@ __device__ inline RowSums normalisation_of(const RowSums& all, Row row, int colu
       deviations.add(float4{x.x - mean, x.y - mean, x.z - mean, x.w - mean});
     }
     deviations.add_lanes();
-    variance = deviations.squares / count;
+    variance = deviations.squares * layer.reciprocal;
   }
   return {mean, rsqrtf(variance + layer.eps)};
 }
@@ -79,7 +79,5 @@ __device__ inline float4 softmax_of_warp(const float4& x) {
   const float factor = 1.f / warp_reduce<Sum>((powers.x + powers.y) + (powers.z + powers.w));
   return {powers.x * factor, powers.y * factor, powers.z * factor, powers.w * factor};
 }
-
-__device__ inline float4 operator+(const float4& a, const float4& b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
 }  // namespace fuseopt

@@ -15,9 +15,6 @@ constexpr int kFmaTile = 4;
 // TUNED: GPT-2 124M's linear layers with 1, 8 and 16 rows, H200: 242, 428 and 668 us a step; with 4 stages 268, 418 and
 // 647 (71030c3).
 constexpr int kFmaStages = 6;
-// TUNED: the same layers, H200, with 1, 8 and 16 rows: unrolled by 3 272, 342 and 671 us, not unrolled 284, 350 and 637.
-template <int kRows>
-constexpr int kFmaUnroll = kRows <= 8 ? 3 : 1;
 constexpr int kFmaStageBytes = kFmaThreads * kFmaTile * kAccessBytes;
 
 // What happens to the input's rows before the product.
@@ -29,8 +26,8 @@ struct FmaLayer : MmaLayer<float> {
   int copy_groups;  // of a stage, for those of all slots to be kFmaStages
   int held_k;       // of each row in shared memory: whole stages
   int parts;        // of K: the blocks of a cluster
-  int share;        // of K, of each part, or of each y of the grid if split_k: in_features otherwise
-  bool is_gated, is_split_k;
+  int share;        // of K, of each part
+  bool is_gated;
   Candidate<float>* best;  // of each row, for each block: its highest output; or null
   TokenRules rules;        // by which outputs are compared
   const int64_t* sequence_length;

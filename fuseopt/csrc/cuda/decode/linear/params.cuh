@@ -49,6 +49,17 @@ struct MmaLayer {
   bool adds_one;                             // to the norm's weight
   const float* split_k_partials;  // [kSplitK, rows, columns], of kernels that ask
   T* sum;  // [rows, columns] of input and partials, of kernels that ask
+  // Low-rank updates, of kernels that ask: see DecodeLinear.
+  const T* low_rank_a;
+  const T* low_rank_b[kMaxWeights];
+  int low_ranks[kMaxWeights], first_ranks[kMaxWeights], ranks;  // of each weight, before it, of all
+  int rank_blocks;  // that multiply rows of `low_rank_a`
+  uint64_t* exchange;
+
+  // Of a grid whose first `blocks` read the input as others do. So many run at once even in clusters.
+  void share_ranks(int64_t blocks) {
+    rank_blocks = static_cast<int>(std::min<int64_t>(blocks, std::max(multiprocessor_count() / 2, 1)));
+  }
 
   void share_prefetch(const LaunchShape& shape) {
     constexpr int64_t kLine = 128;
@@ -113,6 +124,14 @@ MmaLayer<T> mma_layer(const DecodeLinear& layer) {
   mma.is_wide = layer.output.dtype == kFloat32;
   mma.split_k_partials = layer.split_k_partials;
   mma.sum = static_cast<T*>(layer.sum);
+  mma.low_rank_a = static_cast<const T*>(layer.low_rank_a);
+  for (int i = 0; i < DecodeLinear::kMaxWeights; ++i) {
+    mma.low_rank_b[i] = static_cast<const T*>(layer.low_rank_b[i]);
+    mma.low_ranks[i] = static_cast<int>(layer.low_ranks[i]);
+    mma.first_ranks[i] = mma.ranks;
+    mma.ranks += mma.low_ranks[i];
+  }
+  mma.exchange = layer.exchange;
   return mma;
 }
 

@@ -106,6 +106,44 @@ __device__ inline float2 normalisation_of(const Deviations& all, Row row, int co
   return {moments.mean, rsqrtf(variance + eps)};
 }
 
+// Mean and 1 / deviation of rows lane / 4 and, with two halves, 8 below it, all of whose values are loaded for that: by
+// all threads of a block. `load(pass)` fills `x`, of which `is_there(pass, chunk)` tells which chunks there are.
+template <typename T, typename X, int kHalves, int kChunks, typename Load, typename IsThere>
+__device__ inline void normalise_in_passes(const MmaLayer<T>& layer, int passes,
+                                           const Vector<X, kLaneValues> (&x)[kHalves][kChunks], Load load,
+                                           IsThere is_there, Deviations* deviations_of, float2 (&norms)[kHalves]) {
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, warps = blockDim.x / kWarpSize;
+  float pivots[kHalves];
+  Deviations deviations[kHalves];
+  const auto own_row = [&](int h) { return min(lane / 4 + h * kHalfRows, layer.rows - 1); };
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h) pivots[h] = static_cast<const X*>(layer.input)[own_row(h) * layer.in_features];
+  for (int pass = 0; pass < passes; ++pass) {
+    load(pass);
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        if (is_there(pass, c)) deviations[h].add(x[h][c], pivots[h]);
+      }
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h) {
+    const int r = lane / 4 + h * kHalfRows;
+    deviations[h].template add_lanes<4>();
+    if (lane % 4 == 0 && r < layer.rows) deviations_of[r * warps + warp] = deviations[h];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h) {
+    Deviations all;
+#pragma unroll 4
+    for (int w = 0; w < warps; ++w) all.add(deviations_of[own_row(h) * warps + w]);
+    norms[h] = all.normalisation(pivots[h], layer.reciprocal, layer.is_layer_norm, layer.eps);
+  }
+}
+
 // Mean and 1 / deviation of a row from the moments of `parts` parts of `part_columns` values, the last one shorter;
 // an RMSNorm has no mean.
 __device__ inline float2 normalisation(const Moments* moments, int stride, int parts, int part_columns, int columns,

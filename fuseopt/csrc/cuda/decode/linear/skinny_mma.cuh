@@ -17,6 +17,7 @@
 #include "cuda/common/cluster.cuh"
 #include "cuda/decode/linear/epilogue.cuh"
 #include "cuda/decode/linear/input_rows.cuh"
+#include "cuda/decode/linear/low_rank.cuh"
 #include "cuda/decode/linear/row_moments.cuh"
 #include "cuda/decode/linear/skinny_shape.cuh"
 #include "cuda/decode/linear/weight_fragments.cuh"
@@ -26,10 +27,11 @@ namespace fuseopt {
 constexpr int kConstantsBarrier = 1;
 
 // kTiles: of 8 columns, in a strip; kChunks: of K, for each warp in one pass; kHalves: of 16 rows; kActivates: whether
-// there may be an activation; kSums: whether the input is a sum with split-K partials.
+// there may be an activation; kSums: whether the input is a sum with split-K partials; kLowRank: whether weights have
+// updates.
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated, int kTiles, int kChunks, int kHalves,
-          Along kAlong, bool kActivates, bool kSums>
-__global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves>* kWarpSize, 1)
+          Along kAlong, bool kActivates, bool kSums, bool kLowRank>
+__global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves, kLowRank>* kWarpSize, 1)
     decode_linear_skinny_mma_kernel(const __grid_constant__ MmaLayer<T> layer) {
   constexpr bool kLoops = kAlong == Along::kInPasses, kShares = kAlong == Along::kTogether;
   constexpr bool kApart = kAlong == Along::kApart;
@@ -179,6 +181,13 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     summed.find(layer, first_k(0) + own, layer.sum != nullptr && blockIdx.x == 0 && blockIdx.y == 0);
     summed.settle();
   }
+  static_assert(!kLowRank || (kHalves == 1 && !kWide && !kApart && !kSums));
+  BlockUpdates<T, 1, kColumns> updates;
+  const auto column_of = [&](int place) -> OutputColumn {
+    const int column = strip + Pair::column_at(place), weight = kGated ? Pair::weight_at(place) : blockIdx.y;
+    return {weight, column, rank == 0 && place < kColumns && column < layer.widths[weight]};
+  };
+  if constexpr (kLowRank) updates.load(layer, blockIdx.y * gridDim.x + blockIdx.x, column_of);
   OutputPlaces<T, kHalves> places;
   int summed_from[kHalves] = {}, deviations_from[kHalves] = {};  // from sums_of and deviations_of on
   constexpr int kLanes = kPairs < kMostWarps ? kPairs : kMostWarps;  // that share a row's deviations
@@ -220,38 +229,8 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   const float reciprocal = layer.reciprocal;
   float2 wide_norm[kHalves];
   if constexpr (kWide) {
-    float pivots[kHalves];
-    Deviations deviations[kHalves];
-#pragma unroll
-    for (int h = 0; h < kHalves; ++h) {
-      const int r = min(lane / 4 + h * kHalfRows, rows - 1);
-      pivots[h] = static_cast<const X*>(layer.input)[r * columns];
-    }
-    for (int pass = 0; pass < passes; ++pass) {
-      load_inputs(pass);
-#pragma unroll
-      for (int h = 0; h < kHalves; ++h) {
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-          if (first_k(pass) + own + c * kChunk < columns) deviations[h].add(x[h][c], pivots[h]);
-        }
-      }
-    }
-#pragma unroll
-    for (int h = 0; h < kHalves; ++h) {
-      const int r = lane / 4 + h * kHalfRows;
-      deviations[h].template add_lanes<4>();
-      if (lane % 4 == 0 && r < rows) deviations_of[r * warps + warp] = deviations[h];
-    }
-    __syncthreads();
-#pragma unroll
-    for (int h = 0; h < kHalves; ++h) {
-      const int r = min(lane / 4 + h * kHalfRows, rows - 1);
-      Deviations all;
-#pragma unroll 4
-      for (int w = 0; w < warps; ++w) all.add(deviations_of[r * warps + w]);
-      wide_norm[h] = all.normalisation(pivots[h], reciprocal, layer.is_layer_norm, layer.eps);
-    }
+    const auto is_there = [&](int pass, int c) { return first_k(pass) + own + c * kChunk < columns; };
+    normalise_in_passes(layer, passes, x, load_inputs, is_there, deviations_of, wide_norm);
   }
 
   float sums[kHalves][kTiles / 2][4] = {};
@@ -260,6 +239,10 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     if (kLoops && pass > 0) weight.load(layer, strip, first_k(pass) + own);
     load_inputs(pass);
     if constexpr (!kLoops) places.load_residuals();
+    if (kLowRank && pass == 0) {
+      updates.fetch(layer);
+      updates.template leave_products<kNorm>(layer, kNorm, sums_at);
+    }
     if constexpr (kLoops) {
       weight.not_before_here();
       if constexpr (kLayout == Layout::kColMajorKN) weight.pair_lines(columns, first_k(pass) + own);
@@ -309,6 +292,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     }
   }
   if constexpr (kSums) summed.leave(reinterpret_cast<const uint4(&)[kChunks]>(x[0]));
+  if constexpr (kLowRank) updates.add(layer, kGated ? 0 : blockIdx.y, kGated, column_of, sums_at);
   __syncthreads();
   if constexpr (kShares) wait_at_cluster_barrier();  // the first block has started
 #pragma unroll 1

@@ -7,6 +7,7 @@
 
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/stream_rows.cuh"
+#include "cuda/decode/linear/low_rank.cuh"
 #include "cuda/decode/linear/row_moments.cuh"
 #include "cuda/decode/select/token_rules.cuh"
 
@@ -16,9 +17,9 @@ namespace fuseopt {
 constexpr int kMaxStreamedNKCluster = 8;
 constexpr int kSumsStride = kStreamColumns + 4;  // 4: rows of sums start in different banks
 
-// kSums: whether the input is a sum.
-template <typename T, typename X, bool kNorm, int kHalves, int kStages, bool kSums>
-__global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStages == 2 ? 3 : 2)
+// kSums: whether the input is a sum. kLowRank: whether weights have updates.
+template <typename T, typename X, bool kNorm, int kHalves, int kStages, bool kSums, bool kLowRank>
+__global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStages == 2 && !kLowRank ? 3 : 2)
     decode_linear_streamed_nk_kernel(const __grid_constant__ StreamLayer<T> layer) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int rows = layer.rows, columns = layer.in_features;
@@ -106,9 +107,18 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
     else residual = static_cast<const T*>(layer.residual)[output_index(i)];
   };
   load_biases(threadIdx.x);
+  BlockUpdates<T, kNorm ? 2 : 4, kStreamColumns> updates;
+  const auto updated_column = [&](int place) -> OutputColumn {
+    const int column = strip * width + (place & width - 1);
+    const bool is_there = rank == 0 && strip < own.strips && column < out_features;
+    return {layer.is_gated ? place >> width_bits : own.index, column, is_there};
+  };
+  const auto sums_at = [&](int r, int w) { return sums_of + (w * rows + r) * kSumsStride; };
+  if constexpr (kLowRank) updates.load(layer, blockIdx.x, updated_column);
   if (scales_rows) await_copy_groups<kStages>();
   wait_for_predecessor();
   load_residual(threadIdx.x);
+  if constexpr (kLowRank) updates.fetch(layer);
   RulesInForce rules;
   if (kGivesBest && layer.rules.of_tokens != nullptr) rules = RulesInForce(layer.rules, *layer.sequence_length);
 
@@ -136,6 +146,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
       }
     }
   }
+  if constexpr (kLowRank) updates.template leave_products<kNorm>(layer, scales_rows, sums_at);
   if (kNorm && !scales_rows) {
     await_copy_groups<kStages>();
     __syncthreads();
@@ -189,6 +200,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
         }
       }
     }
+    if constexpr (kLowRank) updates.add(layer, own.index, layer.is_gated, updated_column, sums_at);
     __syncthreads();
 
     if (blocks > 1) {
@@ -241,6 +253,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
       load_residual(i);
     }
     if (strip >= own.strips) break;
+    if constexpr (kLowRank) updates.load_columns(layer, updated_column);
     __syncthreads();
   }
   if (has_several_strips) prefetch_next_weights(layer);
@@ -316,7 +329,7 @@ struct StreamedNKPlan {
   }
 };
 
-template <typename T, typename X, bool kNorm, int kHalves, int kStages, bool kSums = false>
+template <typename T, typename X, bool kNorm, int kHalves, int kStages, bool kSums = false, bool kLowRank = false>
 cudaError_t launch_streamed_nk_as(const DecodeLinear& layer, const StreamedNKPlan& plan, cudaStream_t stream) {
   StreamLayer<T> of{mma_layer<T>(layer)};
   of.is_gated = layer.gated;
@@ -336,8 +349,9 @@ cudaError_t launch_streamed_nk_as(const DecodeLinear& layer, const StreamedNKPla
   const LaunchShape shape{static_cast<unsigned>(clusters * plan.blocks), kStreamWarps * kWarpSize, plan.shared_bytes,
                           static_cast<unsigned>(plan.blocks)};
   of.share_prefetch(shape);
-  return launch_dependent(decode_linear_streamed_nk_kernel<T, X, kNorm, kHalves, kStages, kSums>, of, shape, layer.pdl,
-                          stream);
+  if (kLowRank) of.share_ranks(shape.blocks);
+  return launch_dependent(decode_linear_streamed_nk_kernel<T, X, kNorm, kHalves, kStages, kSums, kLowRank>, of, shape,
+                          layer.pdl, stream);
 }
 
 template <typename T, typename X, bool kNorm>
@@ -361,6 +375,16 @@ template <typename T>
 cudaError_t launch_streamed_nk(const DecodeLinear& layer, cudaStream_t stream) {
   if (layer.input.dtype != kDType<T>) return launch_streamed_nk<T, float, true>(layer, stream);
   return layer.norm == kNoNorm ? launch_streamed_nk<T, T, false>(layer, stream) : launch_streamed_nk<T, T, true>(layer, stream);
+}
+
+template <typename T>
+cudaError_t launch_streamed_nk_low_rank(const DecodeLinear& layer, cudaStream_t stream) {
+  const StreamedNKPlan plan(layer);
+  const auto launch = [&]<bool kNorm>() {
+    return plan.stages == 2 ? launch_streamed_nk_as<T, T, kNorm, 1, 2, false, true>(layer, plan, stream)
+                            : launch_streamed_nk_as<T, T, kNorm, 1, 3, false, true>(layer, plan, stream);
+  };
+  return layer.norm == kNoNorm ? launch.template operator()<false>() : launch.template operator()<true>();
 }
 
 extern template cudaError_t launch_streamed_nk<__half>(const DecodeLinear&, cudaStream_t);

@@ -20,25 +20,35 @@ struct TileLayer {
   int part_columns;  // of K, in each
 };
 
+constexpr int kMostTileParts = 8;  // blocks that any cluster may have
+
 // What a block has in shared memory beside its ring, in bytes from its start.
 template <typename Shape>
 struct TilePlaces {
   static constexpr int kStride = Shape::kColumns + 8;  // of rows of sums, in banks of their own
   static constexpr int kSumBytes = Shape::kPartWarps * Shape::kRows * kStride * static_cast<int>(sizeof(float));
   static_assert(kSumBytes <= Shape::kRingBytes);  // sums lie where the stages did
-  // Of a norm: its weight [padded], and sums of parts of rows' squares [kPartWarps][kRows].
-  int scale = Shape::kRingBytes, padded, squares;
-  // Of a cluster: each block's sums for the rows that this one finishes [parts][kRows / parts][kColumns], and the
-  // mailbox that they come by.
-  int received = Shape::kRingBytes, mailbox, end = Shape::kRingBytes;
+  // Of a norm: its weight for a part of K, and sums of parts of rows' squares [kPartWarps][kRows].
+  int scale = Shape::kRingBytes, squares;
+  // Of a cluster: each block's sums for the rows that this one finishes [parts][share][kColumns], those of their
+  // squares [parts][kRows], and the mailbox that they come by. With a norm the sums come into the ring, once this block has
+  // read its stages: two blocks would not fit on a multiprocessor otherwise.
+  int received, received_squares, mailbox, end;
 
-  __host__ __device__ TilePlaces(int columns, bool has_norm, bool is_cluster) {
-    constexpr int kFloat = static_cast<int>(sizeof(float));
-    padded = (columns + Shape::kStageK - 1) / Shape::kStageK * Shape::kStageK;
-    squares = scale + padded * Shape::kValueBytes;
-    mailbox = received + Shape::kRows * Shape::kColumns * kFloat;
-    if (has_norm) end = squares + Shape::kPartWarps * Shape::kRows * kFloat;
-    if (is_cluster) end = mailbox + static_cast<int>(sizeof(Mailbox));
+  // Of a tile's rows, that each block of a cluster finishes, but for the last.
+  __host__ __device__ static int share(int parts) { return (Shape::kRows + parts - 1) / parts; }
+
+  // `columns`: of K, in whole stages.
+  __host__ __device__ TilePlaces(int columns, bool has_norm, int parts) {
+    constexpr int kFloat = static_cast<int>(sizeof(float)), kRowBytes = Shape::kColumns * kFloat;
+    static_assert(kSumBytes + (Shape::kRows + kMostTileParts) * kRowBytes <= Shape::kRingBytes);
+    const int squares_bytes = has_norm ? Shape::kRows * kFloat : 0;
+    squares = scale + (has_norm ? columns * Shape::kValueBytes : 0);
+    received = has_norm ? kSumBytes : Shape::kRingBytes;
+    received_squares = squares + Shape::kPartWarps * squares_bytes;
+    mailbox = parts == 1 ? received_squares : has_norm ? received_squares + parts * squares_bytes
+                                                 : received + parts * share(parts) * kRowBytes;
+    end = mailbox + (parts > 1 ? static_cast<int>(sizeof(Mailbox)) : 0);
   }
 };
 
@@ -52,16 +62,17 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<T, kRowWarps>::kBlocks
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int column_warp = warp % Shape::kColumnWarps, row_warp = warp / Shape::kColumnWarps % kRowWarps;
   const int part_warp = warp / (Shape::kColumnWarps * kRowWarps);
-  const int parts = kNorm ? 1 : argument.parts, part = blockIdx.x % parts, strip = blockIdx.x / parts * kColumns;
+  const int parts = argument.parts, part = blockIdx.x % parts, strip = blockIdx.x / parts * kColumns;
   const int first_row = blockIdx.z * Shape::kRows, rows = min(layer.rows - first_row, Shape::kRows);
   const int first_k = part * argument.part_columns, end_k = min(layer.in_features, first_k + argument.part_columns);
   const int stages = max((end_k - first_k + Shape::kStageK - 1) / Shape::kStageK, 0);
 
   extern __shared__ __align__(kRingAlignment) char shared[];
-  const Places places(layer.in_features, kNorm, parts > 1);
+  const Places places(argument.part_columns, kNorm, parts);
   T* const scale = reinterpret_cast<T*>(shared + places.scale);
   float* const squares = reinterpret_cast<float*>(shared + places.squares);
   float* const received = reinterpret_cast<float*>(shared + places.received);
+  float* const received_squares = reinterpret_cast<float*>(shared + places.received_squares);
   Mailbox& mailbox = *reinterpret_cast<Mailbox*>(shared + places.mailbox);
   const auto sums_at = [&](int p, int r, int c) {
     return reinterpret_cast<float*>(shared) + (p * Shape::kRows + r) * Places::kStride + c;
@@ -72,16 +83,17 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<T, kRowWarps>::kBlocks
 #pragma unroll 1
   for (int s = 0; s < min(kStages - 1, stages); ++s) ring.fetch_weight(s);
   if (blockIdx.z == 0) prefetch_next_weights(layer);
-  const int share = Shape::kRows / parts;  // of a tile's rows, that each block of a cluster finishes
+  const int share = Places::share(parts);  // of a tile's rows, that each block of a cluster finishes
   if (parts > 1) {
-    mailbox.open((parts - 1) * share * kColumns * sizeof(float));
-    arrive_relaxed_at_cluster_barrier();
+    const int own = min(share, Shape::kRows - part * share);
+    mailbox.open((parts - 1) * own * (kColumns + kNorm) * sizeof(float));
+    if (!kNorm) arrive_relaxed_at_cluster_barrier();
   }
   if constexpr (kNorm) {
-    for (int k = threadIdx.x * kVectorWidth<T>; k < places.padded; k += kTileThreads * kVectorWidth<T>) {
-      const bool is_there = layer.norm_weight != nullptr && k < layer.in_features;
+    for (int k = threadIdx.x * kVectorWidth<T>; k < argument.part_columns; k += kTileThreads * kVectorWidth<T>) {
+      const bool is_there = layer.norm_weight != nullptr && first_k + k < end_k;
       *reinterpret_cast<uint4*>(scale + k) =
-          is_there ? load_once<uint4>(layer.norm_weight + k) : uint4{kOnes<T>, kOnes<T>, kOnes<T>, kOnes<T>};
+          is_there ? load_once<uint4>(layer.norm_weight + first_k + k) : uint4{kOnes<T>, kOnes<T>, kOnes<T>, kOnes<T>};
     }
   }
   // Four neighbouring outputs of a row are finished by one thread, always of the same columns.
@@ -151,6 +163,7 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<T, kRowWarps>::kBlocks
   }
   await_copy_groups<0>();
   __syncthreads();  // all warps have read the stages
+  if (kNorm && parts > 1) arrive_at_cluster_barrier();
 
 #pragma unroll
   for (int h = 0; h < kHalf; ++h) {
@@ -175,6 +188,12 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<T, kRowWarps>::kBlocks
   const auto sum_of_warps = [&](int r, int c) {
     return sum_of(sums_at(0, r, c), Shape::kPartWarps, Shape::kRows * Places::kStride);
   };
+  const auto square_sum = [&](const float* first, int count, int row) {
+    float sum = 0.f;
+#pragma unroll 4
+    for (int p = 0; p < count; ++p) sum += first[p * Shape::kRows + row];
+    return sum;
+  };
   const auto received_at = [&](int from, int r, int c) { return received + (from * share + r % share) * kColumns + c; };
   if (parts > 1) {
     wait_at_cluster_barrier();
@@ -184,6 +203,13 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<T, kRowWarps>::kBlocks
       float4* const at = reinterpret_cast<float4*>(received_at(part, r, place_of_quad));
       if (to == part) *reinterpret_cast<SumQuad*>(at) = quad;
       else mailbox.send(at, reinterpret_cast<const float4&>(quad), to);
+    }
+    if (kNorm && threadIdx.x < Shape::kRows) {
+      const int r = threadIdx.x;
+      float* const at = received_squares + part * Shape::kRows + r;
+      const float sum = square_sum(squares, Shape::kPartWarps, r);
+      if (r / share == part) *at = sum;
+      else mailbox.send(at, sum, r / share);
     }
     __syncthreads();
     mailbox.wait();
@@ -203,9 +229,7 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<T, kRowWarps>::kBlocks
     }
     float factor = 1.f;
     if constexpr (kNorm) {
-      float sum = 0.f;
-#pragma unroll
-      for (int p = 0; p < Shape::kPartWarps; ++p) sum += squares[p * Shape::kRows + row];
+      const float sum = parts == 1 ? square_sum(squares, Shape::kPartWarps, row) : square_sum(received_squares, parts, row);
       factor = rsqrtf(__fdividef(sum, layer.in_features) + layer.eps);
     }
     float values[kQuad];
@@ -218,26 +242,51 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<T, kRowWarps>::kBlocks
   }
 }
 
+// How many tiles a layer has, and into how many parts of K each is split, to fill the device.
+template <typename T, int kRowWarps>
+struct TileGrid {
+  using Shape = TileShape<T, kRowWarps>;
+  static constexpr bool kIsFloat = std::is_same_v<T, float>;
+  int64_t strips, row_tiles, tiles, parts = 1, stages;  // the latter of each part
+
+  explicit TileGrid(const DecodeLinear& layer)
+      : strips(ceil_div(layer.out_features, Shape::kColumns)),
+        row_tiles(ceil_div(layer.rows, Shape::kRows)),
+        tiles(strips * layer.weight_count * row_tiles) {
+    const bool splits = layer.norm == kNoNorm || kIsFloat;
+    const int64_t least_bytes = tuning().decode_linear_tiles_min_k_of_block * sizeof(uint16_t);  // of K, of a part
+    const auto next = [&] { return kIsFloat ? parts + 1 : parts * 2; };
+    while (splits && next() <= kMostTileParts && tiles * next() <= Shape::kBlocks * multiprocessor_count() &&
+           layer.in_features * sizeof(T) >= next() * least_bytes) {
+      parts = next();
+    }
+    stages = ceil_div(layer.in_features, parts * Shape::kStageK);
+  }
+
+  // Time of a float32 layer, in hundredths of a microsecond without what every launch takes.
+  // TUNED: H200, a stage of a tile of 64 rows takes 0.67 us alone on a multiprocessor and 1.06 beside another one, of 32 rows
+  // 0.31 and 0.60: T5-base's layers, 64 and 128 rows (04e8b8d).
+  int64_t time() const {
+    const bool is_alone = tiles * parts <= multiprocessor_count();
+    return stages * (kRowWarps == 1 ? (is_alone ? 31 : 60) : (is_alone ? 67 : 106)) *
+           ceil_div(tiles * parts, Shape::kBlocks * multiprocessor_count());
+  }
+};
+
 template <typename T, Layout kLayout, bool kNorm, int kRowWarps>
 cudaError_t launch_tiles_as(const DecodeLinear& layer, cudaStream_t stream) {
   using Shape = TileShape<T, kRowWarps>;
-  constexpr int64_t kMostParts = 8;  // blocks that any cluster may have
-  const int64_t strips = ceil_div(layer.out_features, Shape::kColumns), row_tiles = ceil_div(layer.rows, Shape::kRows);
-  const int64_t tiles = strips * layer.weight_count * row_tiles, most_blocks = Shape::kBlocks * multiprocessor_count();
-  int64_t parts = 1;
-  while (!kNorm && parts < kMostParts && tiles * parts * 2 <= most_blocks &&
-         layer.in_features * sizeof(T) >= parts * 2 * tuning().decode_linear_tiles_min_k_of_block * sizeof(uint16_t)) {
-    parts *= 2;
-  }
-  const int64_t part_columns = ceil_div(layer.in_features, parts * Shape::kStageK) * Shape::kStageK;
+  const TileGrid<T, kRowWarps> grid(layer);
+  const int64_t parts = grid.parts;
+  const int64_t part_columns = grid.stages * Shape::kStageK;
   TileLayer<T> tiled{mma_layer<T>(layer), static_cast<int>(parts), static_cast<int>(part_columns)};
-  const TilePlaces<Shape> places(tiled.layer.in_features, kNorm, parts > 1);
-  const LaunchShape shape{static_cast<unsigned>(strips * parts),
+  const TilePlaces<Shape> places(tiled.part_columns, kNorm, tiled.parts);
+  const LaunchShape shape{static_cast<unsigned>(grid.strips * parts),
                           kTileThreads,
                           static_cast<size_t>(places.end),
                           static_cast<unsigned>(parts),
                           static_cast<unsigned>(layer.weight_count),
-                          static_cast<unsigned>(row_tiles)};
+                          static_cast<unsigned>(grid.row_tiles)};
   tiled.layer.share_prefetch(shape);
   const auto kernel = decode_linear_tiles_kernel<T, kLayout, kNorm, kRowWarps>;
   return launch_dependent(kernel, tiled, shape, layer.pdl, stream);
@@ -267,8 +316,9 @@ bool launch_decode_linear_tiles(const DecodeLinear& layer, cudaStream_t stream, 
     constexpr Layout kLayout = decltype(layout)::value;
     constexpr bool kNorm = decltype(norm)::value;
     if constexpr (kIsFloat) {
-      return layer.rows <= TileShape<T, 1>::kRows ? launch_tiles_as<T, kLayout, kNorm, 1>(layer, stream)
-                                                  : launch_tiles_as<T, kLayout, kNorm, 2>(layer, stream);
+      const bool is_low = layer.rows <= TileShape<T, 1>::kRows || TileGrid<T, 1>(layer).time() < TileGrid<T, 2>(layer).time();
+      return is_low ? launch_tiles_as<T, kLayout, kNorm, 1>(layer, stream)
+                    : launch_tiles_as<T, kLayout, kNorm, 2>(layer, stream);
     } else {
       const bool is_low = layer.weight_count == 1 || layer.rows <= tuning().decode_linear_tiles_max_low_rows;
       return is_low ? launch_tiles_as<T, kLayout, kNorm, 2>(layer, stream)

@@ -140,6 +140,12 @@ struct Pair {
     return kLayout == Layout::kColMajorKN ? place % kTileColumns * kTiles + place / kTileColumns : place;
   }
 
+  // The column of any place, and of a gated strip the weight.
+  static __device__ int column_at(int place) {
+    return kGated ? place / (2 * kTileColumns) * kTileColumns + place % kTileColumns : column_of(place);
+  }
+  static __device__ int weight_at(int place) { return place / kTileColumns % 2; }
+
   __device__ explicit Pair(int index) : place(2 * index), column(column_of(2 * index)) {
     if constexpr (kGated) place += column / kTileColumns * kTileColumns;
   }

@@ -15,11 +15,20 @@
 namespace fuseopt::decode_sample {
 namespace {
 
+using By = CutBy;
+
+// TUNED: not measured.
+constexpr int kMostThreads = 512, kFewThreads = 128, kSmallTopK = 64;
+constexpr int kMostBlocks = RowCutter<kMostThreads>::kMostBlocks, kMostPlaces = RowCutter<kMostThreads>::kMostPlaces;
+
+template <typename T, int kThreads>
+using ChunkOf = LogitsChunk<T, kThreads, kChunk / kThreads>;
+
 // Edits this block's scores and stores them; others than tokens are -inf. Returns the highest and, negated, the lowest
 // finite score of the thread.
-template <typename T>
+template <typename T, int kThreads>
 __device__ float2 load_scores(const SampleRows& rows, int64_t row, int first_chunk, float* scores) {
-  using Chunk = LogitsChunk<T, kThreads, kPerThread>;
+  using Chunk = ChunkOf<T, kThreads>;
   __shared__ unsigned penalised[Chunk::kMarkWords], banned[Chunk::kMarkWords];
   const DecodeSelect& select = rows.of.select;
   float highest = -INFINITY, negated_lowest = -INFINITY;
@@ -34,12 +43,10 @@ __device__ float2 load_scores(const SampleRows& rows, int64_t row, int first_chu
     }
     if (c == 0) wait_for_predecessor();
     chunk.load();
-#pragma unroll
-    for (int k = 0; k < Chunk::kVectors; ++k) {
-      const int place = chunk.place_of(k);
+    chunk.for_each_vector([&](int place, const auto& loaded) {
       Vector<float, Chunk::kWidth> vector;
 #pragma unroll
-      for (int j = 0; j < Chunk::kWidth; ++j) vector.values[j] = chunk.vectors[k][j];
+      for (int j = 0; j < Chunk::kWidth; ++j) vector.values[j] = loaded[j];
       if (select.has_edits) marks.edit(place, rows.arithmetic, vector.values);
 #pragma unroll
       for (int j = 0; j < Chunk::kWidth; ++j) {
@@ -50,14 +57,16 @@ __device__ float2 load_scores(const SampleRows& rows, int64_t row, int first_chu
         if (score > -INFINITY) negated_lowest = fmaxf(negated_lowest, -score);
       }
       *reinterpret_cast<Vector<float, Chunk::kWidth>*>(scores + c * Chunk::kSize + place) = vector;
-    }
+    });
   }
   assert(is_valid && "probability is inf, nan or negative");
   return {highest, negated_lowest};
 }
 
 // Draws from this block's share of the row.
+template <typename RowCutter>
 __device__ Candidate<float> draw_of_row(RowCutter& cutter, const SampledRow& row) {
+  constexpr int kThreads = RowCutter::kThreads, kPerThread = 8;
   const DecodeSample& of = row.rows.of;
   const float* const scores = row.scores;
   const int first_place = cutter.rank * row.places;
@@ -65,13 +74,13 @@ __device__ Candidate<float> draw_of_row(RowCutter& cutter, const SampledRow& row
   const auto place_of = [&](int i) { return static_cast<unsigned>(first_place + i); };
   ValueCut cut;
   if (of.top_k < of.select.vocabulary) {
-    cut = cutter.find<By::kCount, true>(
+    cut = cutter.template find<By::kCount, true>(
         row.places, row.highest, row.lowest, static_cast<double>(of.top_k), [&](int i) { return scores[i]; }, no_low,
         [](float, unsigned) { return 0.f; });
   }
   if (of.top_p < 1) {
     const ValueCut before = cut;
-    cut = cutter.find<By::kProbability, false>(
+    cut = cutter.template find<By::kProbability, false>(
         row.places, row.highest, fmaxf(row.lowest, before.value), share_of(of.top_p),
         [&](int i) { return before.keeps(scores[i], 0) ? scores[i] : -INFINITY; },
         place_of,
@@ -80,7 +89,7 @@ __device__ Candidate<float> draw_of_row(RowCutter& cutter, const SampledRow& row
   const float min_p = static_cast<float>(of.min_p);
   ValueCut least = {INFINITY, 0};
   if (of.min_tokens > 1) {
-    least = cutter.find<By::kCount, false>(
+    least = cutter.template find<By::kCount, false>(
         row.places, row.highest, row.lowest, static_cast<double>(of.min_tokens), [&](int i) { return scores[i]; },
         place_of, [](float, unsigned) { return 0.f; });
   }
@@ -107,13 +116,13 @@ __device__ Candidate<float> draw_of_row(RowCutter& cutter, const SampledRow& row
   if (is_typical) {
     // The most typical value is at most 0, and others are at least this.
     const float lowest = fminf(typicality(row.lowest), typicality(row.highest));
-    typical_cut = cutter.find<By::kUnorderedProbability, true>(
+    typical_cut = cutter.template find<By::kUnorderedProbability, true>(
         row.places, 0.f, lowest, static_cast<double>(static_cast<float>(of.typical_p)),
         [&](int i) { return passes(i) ? typicality(scores[i]) : -INFINITY; },
         [&](int i) { return __float_as_uint(row.log2_weight_of(scores[i])); },
         [](float, unsigned low) { return __uint_as_float(low); });
     if (of.min_tokens > 1) {
-      nearest = cutter.find<By::kCount, false>(
+      nearest = cutter.template find<By::kCount, false>(
           row.places, 0.f, lowest, static_cast<double>(of.min_tokens),
           [&](int i) { return passes(i) ? typicality(scores[i]) : -INFINITY; }, from_first,
           [](float, unsigned) { return 0.f; });
@@ -161,6 +170,7 @@ __device__ Candidate<float> draw_of_row(RowCutter& cutter, const SampledRow& row
 }
 
 // The best of the block, in its first warp.
+template <int kWarps>
 __device__ Candidate<float> best_of_block(Candidate<float> best) {
   __shared__ Candidate<float> of_warps[kWarps];
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -174,9 +184,10 @@ __device__ Candidate<float> best_of_block(Candidate<float> best) {
 }
 
 // kShared: whether scores are in shared memory.
-template <typename T, bool kShared>
-__global__ void __launch_bounds__(kThreads, kShared ? 2 : 1) sample_kernel(const __grid_constant__ SampleRows rows) {
-  __shared__ RowCutter::Storage storage;
+template <typename T, int kThreads, bool kShared>
+__global__ void __launch_bounds__(kThreads, kShared ? 1024 / kThreads : 1) sample_kernel(const __grid_constant__ SampleRows rows) {
+  using RowCutter = fuseopt::RowCutter<kThreads>;
+  __shared__ typename RowCutter::Storage storage;
   __shared__ unsigned long long candidates[RowCutter::kMostBlocks];
   __shared__ Candidate<float> best_of_row;
   extern __shared__ float4 shared_scores[];
@@ -186,14 +197,14 @@ __global__ void __launch_bounds__(kThreads, kShared ? 2 : 1) sample_kernel(const
   const int first_chunk = cutter.rank * rows.chunks_of_block;
   const int64_t index = blockIdx.x / cutter.size;
   SampledRow row = {rows, index, ExponentialDraw(of.random, rows.draw), rows.chunks_of_block * kChunk,
-                    LogitsChunk<T, kThreads, kPerThread>(select.scores, index, 0, select.vocabulary).token_at(0)};
+                    ChunkOf<T, kThreads>(select.scores, index, 0, select.vocabulary).token_at(0)};
   row.scores = kShared ? reinterpret_cast<float*>(shared_scores)
                        : of.scratch + static_cast<int64_t>(blockIdx.x) * row.places;
   row.begin = row.row_begin + cutter.rank * row.places;
 
   let_successor_start();
   if (blockIdx.x == 0 && threadIdx.x == 0 && of.highest == nullptr) prefetch_for_end_of_step(select);
-  const float2 of_thread = load_scores<T>(rows, row.row, first_chunk, row.scores);
+  const float2 of_thread = load_scores<T, kThreads>(rows, row.row, first_chunk, row.scores);
   const float2 bounds = cutter.bounds(of_thread.x, of_thread.y);
   row.highest = bounds.x, row.lowest = -bounds.y;
   if (of.highest != nullptr) {
@@ -213,7 +224,7 @@ __global__ void __launch_bounds__(kThreads, kShared ? 2 : 1) sample_kernel(const
   if (few == 0) {
     best = draw_of_row(cutter, row);
     if (of.highest != nullptr) return;
-    best = best_of_block(best);
+    best = best_of_block<RowCutter::kWarps>(best);
     if (threadIdx.x == 0) {
       store_to_block(&candidates[cutter.rank], 0, static_cast<unsigned long long>(best.key) << 32 | (INT32_MAX - best.token));
     }
@@ -231,7 +242,7 @@ __global__ void __launch_bounds__(kThreads, kShared ? 2 : 1) sample_kernel(const
     float2* const values = reinterpret_cast<float2*>(row.scores);
     best = draw_of_few(cutter, row, few, values);
     if (of.highest != nullptr) return;
-    best = best_of_block(best);
+    best = best_of_block<RowCutter::kWarps>(best);
   }
   if (select.rows > 1) {
     if (threadIdx.x == 0) static_cast<Candidate<float>*>(select.candidates)[row.row] = best;
@@ -251,16 +262,16 @@ size_t bytes_of_block(int64_t vocabulary, int blocks) {
 }
 
 bool needs_scratch(int64_t vocabulary, int blocks) {
-  return !fits_block(sample_kernel<float, true>, bytes_of_block(vocabulary, blocks));
+  return !fits_block(sample_kernel<float, kMostThreads, true>, bytes_of_block(vocabulary, blocks));
 }
 
-template <typename T>
+template <typename T, int kThreads, bool kShared>
 cudaError_t launch_as(const DecodeSample& sample, cudaStream_t stream) {
   const DecodeSelect& select = sample.select;
   const SampleRows rows = {sample, ScoreArithmetic<float>(select.edits), chunks_of_block(select.vocabulary, sample.blocks),
                            TorchDraw(select.rows * select.vocabulary)};
-  const auto kernel = sample.scratch == nullptr ? sample_kernel<T, true> : sample_kernel<T, false>;
-  const size_t shared_bytes = sample.scratch == nullptr ? bytes_of_block(select.vocabulary, sample.blocks) : 0;
+  const auto kernel = sample_kernel<T, kThreads, kShared>;
+  const size_t shared_bytes = kShared ? bytes_of_block(select.vocabulary, sample.blocks) : 0;
   const LaunchShape shape{static_cast<unsigned>(select.rows * sample.blocks), kThreads, shared_bytes,
                           static_cast<unsigned>(sample.blocks)};
   constexpr int kPortableBlocks = 8;
@@ -270,11 +281,19 @@ cudaError_t launch_as(const DecodeSample& sample, cudaStream_t stream) {
   return launch_dependent(kernel, rows, shape, select.pdl, stream);
 }
 
+template <typename T>
+cudaError_t launch_as(const DecodeSample& sample, cudaStream_t stream) {
+  if (sample.scratch != nullptr) return launch_as<T, kMostThreads, false>(sample, stream);
+  // Blocks of few threads start beside a head's. They gather a small top-k only.
+  const bool are_small = sample.blocks == kMostBlocks && sample.top_k <= kSmallTopK;
+  return are_small ? launch_as<T, kFewThreads, true>(sample, stream) : launch_as<T, kMostThreads, true>(sample, stream);
+}
+
 }  // namespace
 
 extern "C" int64_t fuseopt_decode_sample_blocks(int64_t rows, int64_t vocabulary) {
-  const int64_t chunks = chunks_of(vocabulary, kChunk), most_chunks = RowCutter::kMostPlaces / kChunk;
-  const int most = is_sm90_or_newer() ? RowCutter::kMostBlocks : 1;
+  const int64_t chunks = chunks_of(vocabulary, kChunk), most_chunks = kMostPlaces / kChunk;
+  const int most = is_sm90_or_newer() ? kMostBlocks : 1;
   int blocks = 1;
   while (blocks < most && blocks < chunks && (chunks > blocks * most_chunks || rows * blocks <= multiprocessor_count())) {
     blocks *= 2;

@@ -56,6 +56,18 @@ struct LogitsChunk {
 
   __device__ void load() { load_alike(row_, column_stride_, vectors); }
 
+  // Calls visit(place, vector) for the thread's vectors, one after another, in a loop. They move up: a loop cannot index
+  // registers.
+  template <typename Visit>
+  __device__ void for_each_vector(Visit visit) {
+#pragma unroll 1
+    for (int k = 0; k < kVectors; ++k) {
+      visit(place_of(k), vectors[0]);
+#pragma unroll
+      for (int i = 1; i < kVectors; ++i) vectors[i - 1] = vectors[i];
+    }
+  }
+
   // Loads the same columns of another row. Elements outside the vocabulary keep their values.
   template <typename U>
   __device__ void load_alike(const U* row, int64_t column_stride, Vector<U, kWidth> (&loaded)[kVectors]) const {

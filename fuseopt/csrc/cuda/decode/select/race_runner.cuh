@@ -14,14 +14,19 @@ namespace {
 
 // TUNED: not measured.
 constexpr int kThreads = 128, kWarps = kThreads / kWarpSize;
-constexpr int kPerThread = 32, kChunk = kThreads * kPerThread;
 constexpr int kMostBlocks = 16, kMostEntrants = kMostBlocks * kWarps;
 constexpr int kOfLane = kMostEntrants / kWarpSize;
-constexpr int kChecked = 4;  // tokens at a time
+constexpr int kMostChecked = 4, kMostPerThread = 32;
 
 // The order in which a filter keeps tokens until what it adds up reaches the cut: descending scores with ones, or with
 // weights; typicality with weights. Of equal ones kProbability keeps the last first, the others keep all.
 enum class Cut { kNone, kCount, kProbability, kTypicality };
+
+// Scores of a thread whose loads are in flight at once; registers limit them.
+template <typename T, Cut kCut>
+constexpr int kPerThread = sizeof(T) == sizeof(float) || kCut == Cut::kTypicality ? 16 : 32;
+template <typename T, Cut kCut>
+constexpr int kChunk = kThreads * kPerThread<T, kCut>;
 
 struct Race {
   DecodeSample of;
@@ -35,20 +40,21 @@ struct Storage {
   unsigned token[kMostEntrants];
   double weight[kMostEntrants], moment[kMostEntrants];
   union {
-    unsigned marks[2][kChunk / kWordBits];  // while scores are loaded
-    double before[kChecked][kMostEntrants];
+    unsigned marks[2][kMostPerThread * kThreads / kWordBits];  // while scores are loaded
+    double before[kMostChecked][kMostEntrants];
   };
   Candidate<float> best;
 };
 
 // The fastest token of a thread or warp, and the ratio of the second. None: a negative ratio.
 struct Entrant {
-  float ratio = -1, next = -1, score = 0;
+  float ratio = -1, next = -1;
   int token = INT_MAX;
+  float score = 0;
 
-  __device__ void run(float its_ratio, float its_score, int its_token) {
+  __device__ void run(float its_ratio, int its_token) {
     next = fmaxf(next, fminf(its_ratio, ratio));
-    if (its_ratio > ratio) ratio = its_ratio, score = its_score, token = its_token;
+    if (its_ratio > ratio) ratio = its_ratio, token = its_token;
   }
 
   __device__ void scale(float factor) {
@@ -89,51 +95,59 @@ struct Weights {
   }
 };
 
-template <Cut kCut>
+template <typename T, Cut kCut>
 struct Runner {
+  static constexpr int kPerThread = sample_race::kPerThread<T, kCut>, kChunk = sample_race::kChunk<T, kCut>;
+  static constexpr int kChecked = kCut == Cut::kTypicality ? 3 : kMostChecked;  // tokens at a time; registers limit it
   const Race& race;
   Storage& storage;
   const int64_t row;
-  const ExponentialDraw draw;
   float* const slots;  // of this block's tokens: first their numbers, then their scores
   const int begin;     // the token of the first slot
-  const int rank, entrants;
+  const int rank, entrants;  // of the block; of the row
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   Entrant own;
   Weights weights;
+  Typicality typicality;
   Entrant fastest[kChecked];
   // What was found not to be kept, and all after it in the filter's order, runs no more.
   float floor = -INFINITY;
   int floor_token = -1;
 
+  __device__ void restart() {
+    own = {}, weights = {};
+    floor = -INFINITY, floor_token = -1;
+  }
+
   __device__ bool is_token(int token) const { return token >= 0 && token < race.of.select.vocabulary; }
 
-  __device__ float number_of(int token) const {
-    const float* const divisors = race.of.select.divisors;
+  // The number of a token, by `draw` unless numbers are given.
+  __device__ ExponentialDraw draw() const { return ExponentialDraw(race.of.random, race.draw); }
+  __device__ float number_of(int token, const ExponentialDraw& draw) const {
     const int64_t element = row * race.of.select.vocabulary + token;
-    return divisors != nullptr ? divisors[element] : draw(static_cast<unsigned>(element));
+    return race.of.random == nullptr ? race.of.select.divisors[element] : draw(static_cast<unsigned>(element));
   }
 
   __device__ bool is_likely(float weight) const { return weight >= static_cast<float>(race.of.min_p); }
 
   // The place of a score in the filter's order; higher ones come first.
   __device__ float order_of(float score) const {
-    if constexpr (kCut != Cut::kTypicality) return score;
-    const double sums[2] = {weights.sum, weights.moment};
-    return Typicality(weights.highest, sums)(score);
+    return kCut == Cut::kTypicality ? typicality(score) : score;
   }
 
   // Numbers of a chunk's tokens. A warp reads later what it writes here.
   __device__ void draw_numbers(int chunk) {
+    const ExponentialDraw draw = this->draw();
     const int first = chunk * kChunk + warp * kWarpSize * kPerThread + lane;
 #pragma unroll 1
     for (int n = 0; n < kPerThread; ++n) {
       const int slot = first + n * kWarpSize;
-      slots[slot] = is_token(begin + slot) ? number_of(begin + slot) : 1;
+      slots[slot] = is_token(begin + slot) ? number_of(begin + slot, draw) : 1;
     }
   }
   __device__ void load_numbers(int chunk) {
     constexpr int kLoads = 8;  // in flight
+    const float* const divisors = race.of.select.divisors + row * race.of.select.vocabulary;
     const int first = chunk * kChunk + warp * kWarpSize * kPerThread + lane;
 #pragma unroll 1
     for (int n = 0; n < kPerThread; n += kLoads) {
@@ -141,16 +155,15 @@ struct Runner {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         const int slot = first + (n + i) * kWarpSize;
-        numbers[i] = is_token(begin + slot) ? number_of(begin + slot) : 1;
+        numbers[i] = is_token(begin + slot) ? divisors[begin + slot] : 1;
       }
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) slots[first + (n + i) * kWarpSize] = numbers[i];
     }
   }
 
-  // Edits scores, puts them into the place of their numbers, and lets them run.
-  template <typename T>
-  __device__ void load_and_run(int first_chunk) {
+  // Edits scores, puts them into the place of their numbers, and lets them run. In a rehearsal all are 0.
+  __device__ void load_and_run(int first_chunk, bool is_rehearsal) {
     using Chunk = LogitsChunk<T, kThreads, kPerThread>;
     constexpr int kWidth = Chunk::kWidth;
     const DecodeSelect& select = race.of.select;
@@ -163,21 +176,22 @@ struct Runner {
         if (c > 0) __syncthreads();
         marks = chunk.mark(select.edits, row, storage.marks[0], storage.marks[1]);
       }
-      if (c == 0) wait_for_predecessor();
-      chunk.load();
-      if (select.divisors != nullptr) load_numbers(c);
+      if (is_rehearsal) {
+#pragma unroll
+        for (auto& vector : chunk.vectors) vector = {};
+      } else {
+        if (c == 0) wait_for_predecessor();
+        chunk.load();
+        if (select.divisors != nullptr) load_numbers(c);
+      }
       __syncwarp();
-#pragma unroll 1
-      for (int k = 0; k < Chunk::kVectors; ++k) {
-        const int place = chunk.place_of(k), token = chunk.token_at(place);
+      chunk.for_each_vector([&](int place, const auto& vector) {
+        const int token = chunk.token_at(place);
         auto& at = *reinterpret_cast<Vector<float, kWidth>*>(slots + c * kChunk + place);
         const Vector<float, kWidth> numbers = at;
         Vector<float, kWidth> scores;
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) scores.values[j] = chunk.vectors[0][j];
-        // The next vector moves up: a loop cannot index registers.
-#pragma unroll
-        for (int i = 1; i < Chunk::kVectors; ++i) chunk.vectors[i - 1] = chunk.vectors[i];
+        for (int j = 0; j < kWidth; ++j) scores.values[j] = vector[j];
         if (select.has_edits) marks.edit(place, race.arithmetic, scores.values);
         float highest = weights.highest;
 #pragma unroll
@@ -188,20 +202,20 @@ struct Runner {
           highest = fmaxf(highest, score);
         }
         at = scores;
-        if (highest == -INFINITY) continue;
+        if (highest == -INFINITY) return;
         if (highest > weights.highest) own.scale(weights.refer_to(highest));
         float sum = 0, moment = 0;
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
           const float score = scores.values[j], difference = score - highest, weight = expf(difference);
           const bool runs = score > -INFINITY && is_likely(weight);
-          own.run(runs ? __fdividef(weight, numbers.values[j]) : -1, score, token + j);
+          own.run(runs ? __fdividef(weight, numbers.values[j]) : -1, token + j);
           sum += weight;
-          if (kCut == Cut::kTypicality && weight > 0) moment = fmaf(weight, difference, moment);
+          if (kCut == Cut::kTypicality) moment = fmaf(weight, fmaxf(difference, -FLT_MAX), moment);
         }
         weights.sum += sum;
         if (kCut == Cut::kTypicality) weights.moment += moment;
-      }
+      });
     }
     assert(is_valid && "probability is inf, nan or negative");
     const float highest = warp_reduce<Max>(weights.highest);
@@ -211,26 +225,44 @@ struct Runner {
     weights.sum = sums[0], weights.moment = sums[1];
   }
 
+  __device__ bool is_excluded(float order, int token) const {
+    return order < floor || (order == floor && (kCut != Cut::kProbability || token <= floor_token));
+  }
+
   // Those that are not excluded run again.
   __device__ void run_again() {
     own = {};
+    const ExponentialDraw draw = this->draw();
+    static_assert(kPerThread <= kWordBits);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < race.chunks_of_block * kChunk; i += kThreads) {
-      const float score = slots[i], order = order_of(score), weight = expf(score - weights.highest);
-      const int token = begin + i;
-      const bool is_above = order > floor || (kCut == Cut::kProbability && order == floor && token > floor_token);
-      if (score > -INFINITY && is_above && is_likely(weight)) own.run(__fdividef(weight, number_of(token)), score, token);
+    for (int c = 0; c < race.chunks_of_block; ++c) {
+      const float* const scores = slots + c * kChunk;
+      const auto token_of = [&](int i) { return begin + c * kChunk + i * kThreads + static_cast<int>(threadIdx.x); };
+      // Mostly few are left, and their numbers take long.
+      unsigned left = 0;
+#pragma unroll 4
+      for (int i = 0; i < kPerThread; ++i) {
+        const float score = scores[i * kThreads + threadIdx.x];
+        if (score > -INFINITY && !is_excluded(order_of(score), token_of(i))) left |= 1u << i;
+      }
+#pragma unroll 1
+      for (; left != 0; left &= left - 1) {
+        const int i = __ffs(left) - 1;
+        const float score = scores[i * kThreads + threadIdx.x], weight = expf(score - weights.highest);
+        if (is_likely(weight)) own.run(__fdividef(weight, number_of(token_of(i), draw)), token_of(i));
+      }
     }
   }
 
   // Sends the warp's fastest token and its weights to all blocks, then finds the row's fastest ones and weights.
   __device__ void compare(bool is_first) {
     own.take_fastest();
+    const float score = own.ratio < 0 ? 0 : slots[own.token - begin];
     const int place = rank * kWarps + warp;
     if (lane < entrants / kWarps) {
       store_to_block(&storage.ratio[place], lane, own.ratio);
       store_to_block(&storage.next[place], lane, own.next);
-      store_to_block(&storage.score[place], lane, own.score);
+      store_to_block(&storage.score[place], lane, score);
       store_to_block(&storage.token[place], lane, static_cast<unsigned>(own.token));
       if (is_first) {
         store_to_block(&storage.highest[place], lane, weights.highest);
@@ -263,7 +295,8 @@ struct Runner {
         sums[0] += of_entrants[i].sum, sums[1] += of_entrants[i].moment;
       }
       if (kCut != Cut::kNone) warp_reduce<Sum>(sums);
-      weights.sum = sums[0], weights.moment = sums[1];
+      weights.sum = sums[0];
+      if (kCut == Cut::kTypicality) typicality = Typicality(weights.highest, sums);
     }
 #pragma unroll
     for (Entrant& taken : fastest) {
@@ -355,9 +388,7 @@ struct Runner {
       }
       next = fmaxf(next, token.next);
       const float order = order_of(token.score);
-      if (order > floor || (kCut == Cut::kProbability && order == floor && token.token > floor_token)) {
-        floor = order, floor_token = token.token;
-      }
+      if (!is_excluded(order, token.token)) floor = order, floor_token = token.token;
     }
     return false;
   }

@@ -3,8 +3,8 @@
 // checked: a token is kept if the weights of all that come before it in the filter's order add up to less than the cut.
 // A token that is not kept excludes all after it in that order, and the rest run again, seldom more than once.
 //
-// A cluster of blocks has a row. Numbers are drawn before the wait for the logits. Blocks are small enough to start
-// beside a head's, while these still read weights.
+// A cluster of blocks has a row. Blocks are small enough to start beside a head's, while these still read weights. Until
+// the logits are there, a race without them is rehearsed, and numbers are drawn.
 #include "cuda/decode/select/end_of_step.cuh"
 #include "cuda/decode/select/race_runner.cuh"
 #include "cuda/decode/select/sample_race.h"
@@ -23,27 +23,35 @@ __global__ void __launch_bounds__(kThreads, 8) race_kernel(const __grid_constant
   arrive_relaxed_at_cluster_barrier();
   let_successor_start();
   if (blockIdx.x == 0 && threadIdx.x == 0) prefetch_for_end_of_step(select);
-  Runner<kCut> runner = {race,
+  Runner<T, kCut> runner = {race,
                          storage,
                          row,
-                         ExponentialDraw(race.of.random, race.draw),
                          reinterpret_cast<float*>(shared_slots),
-                         LogitsChunk<T, kThreads, kPerThread>(select.scores, row, first_chunk, select.vocabulary).token_at(0),
+                         LogitsChunk<T, kThreads, kPerThread<T, kCut>>(select.scores, row, first_chunk, select.vocabulary).token_at(0),
                          rank,
                          size * kWarps};
-  if (select.divisors == nullptr) {
-#pragma unroll 1
-    for (int c = 0; c < race.chunks_of_block; ++c) runner.draw_numbers(c);
-  }
-  wait_at_cluster_barrier();  // all blocks have started
-  runner.template load_and_run<T>(first_chunk);
   Entrant winner;
+  // A step reads more than the caches hold, so instructions come from memory. A rehearsal fetches them before the wait.
+  bool is_rehearsal = race.of.random != nullptr && select.pdl;
+  wait_at_cluster_barrier();  // all blocks have started
 #pragma unroll 1
-  for (bool is_first = true;; is_first = false) {
-    runner.compare(is_first);
-    if (runner.decide(winner)) break;
-    runner.run_again();
-    cluster_barrier();  // all have read what `compare` sends anew
+  while (true) {
+    runner.restart();
+    if (!is_rehearsal && select.divisors == nullptr) {
+#pragma unroll 1
+      for (int c = 0; c < race.chunks_of_block; ++c) runner.draw_numbers(c);
+    }
+    runner.load_and_run(first_chunk, is_rehearsal);
+#pragma unroll 1
+    for (bool is_first = true;; is_first = false) {
+      runner.compare(is_first);
+      if (runner.decide(winner) || is_rehearsal) break;
+      runner.run_again();
+      cluster_barrier();  // all have read what `compare` sends anew
+    }
+    if (!is_rehearsal) break;
+    cluster_barrier();
+    is_rehearsal = false;
   }
   if (rank > 0) return;
   const Candidate<float> best = {key_of(winner.ratio), winner.token};
@@ -56,29 +64,32 @@ __global__ void __launch_bounds__(kThreads, 8) race_kernel(const __grid_constant
   end_step(select, &storage.best, 1);
 }
 
+template <typename T, Cut kCut>
 int blocks_of_row(int64_t vocabulary) {
-  const int64_t chunks = chunks_of(vocabulary, kChunk);
+  const int64_t chunks = chunks_of(vocabulary, kChunk<T, kCut>);
   int blocks = 1;
   while (blocks < kMostBlocks && blocks < chunks) blocks *= 2;
   return blocks;
 }
 
+template <typename T, Cut kCut>
 int chunks_of_block(int64_t vocabulary) {
-  return static_cast<int>(ceil_div(chunks_of(vocabulary, kChunk), blocks_of_row(vocabulary)));
+  return static_cast<int>(ceil_div(chunks_of(vocabulary, kChunk<T, kCut>), blocks_of_row<T, kCut>(vocabulary)));
 }
 
+template <typename T, Cut kCut>
 size_t bytes_of_block(int64_t vocabulary) {
-  return static_cast<size_t>(chunks_of_block(vocabulary)) * kChunk * sizeof(float);
+  return static_cast<size_t>(chunks_of_block<T, kCut>(vocabulary)) * kChunk<T, kCut> * sizeof(float);
 }
 
 template <typename T, Cut kCut>
 cudaError_t launch_as(const DecodeSample& sample, cudaStream_t stream) {
   const DecodeSelect& select = sample.select;
-  const Race race = {sample, ScoreArithmetic<float>(select.edits), chunks_of_block(select.vocabulary),
+  const Race race = {sample, ScoreArithmetic<float>(select.edits), chunks_of_block<T, kCut>(select.vocabulary),
                      TorchDraw(select.rows * select.vocabulary)};
   const auto kernel = race_kernel<T, kCut>;
-  const auto blocks = static_cast<unsigned>(blocks_of_row(select.vocabulary));
-  const LaunchShape shape{static_cast<unsigned>(select.rows) * blocks, kThreads, bytes_of_block(select.vocabulary), blocks};
+  const auto blocks = static_cast<unsigned>(blocks_of_row<T, kCut>(select.vocabulary));
+  const LaunchShape shape{static_cast<unsigned>(select.rows) * blocks, kThreads, bytes_of_block<T, kCut>(select.vocabulary), blocks};
   constexpr unsigned kPortableBlocks = 8;
   if (blocks > kPortableBlocks) {
     cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
@@ -103,7 +114,7 @@ bool takes(const DecodeSample& sample) {
   return is_sm90_or_newer() && sample.kept == nullptr && sample.highest == nullptr && sample.min_tokens == 1 &&
          has_top_k + (sample.top_p < 1) + is_typical <= 1 && !(has_top_k && sample.top_k < kLeastTopK) &&
          !(is_typical && (sample.min_p > 0 || sample.typical_p < kLeastTypical)) &&
-         fits_block(race_kernel<float, Cut::kNone>, bytes_of_block(sample.select.vocabulary));
+         fits_block(race_kernel<float, Cut::kNone>, bytes_of_block<__half, Cut::kNone>(sample.select.vocabulary));
 }
 
 cudaError_t launch(const DecodeSample& sample, cudaStream_t stream) {

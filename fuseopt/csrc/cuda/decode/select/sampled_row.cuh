@@ -10,15 +10,10 @@
 namespace fuseopt::decode_sample {
 namespace {
 
-// TUNED: not measured.
-constexpr int kThreads = RowCutter::kThreads;
-constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kPerThread = 8;
-constexpr int kChunk = kThreads * kPerThread;
+constexpr int kChunk = 4096;
 constexpr float kLog2OfE = 1.442695041f;
 
-using By = CutBy;
-using Weight = RowCutter::Weight;
+using Weight = unsigned long long;
 
 struct SampleRows {
   DecodeSample of;
@@ -55,7 +50,7 @@ struct SampledRow {
   __device__ void keep_none() const {
 #pragma unroll 1
     for (int token = begin + threadIdx.x; token < min(begin + places, static_cast<int>(rows.of.select.vocabulary));
-         token += kThreads) {
+         token += blockDim.x) {
       if (token >= 0) keep(token, -INFINITY);
     }
   }
@@ -65,13 +60,14 @@ struct SampledRow {
 __device__ double share_of(double top_p) { return 1 - static_cast<double>(static_cast<float>(1 - top_p)); }
 
 // Draws from the `count` gathered entries, which have all scores that top-k leaves, on one block.
+template <typename RowCutter>
 __device__ Candidate<float> draw_of_few(RowCutter& cutter, const SampledRow& row, int count, float2* shared_values) {
   const DecodeSample& of = row.rows.of;
-  const RowCutter::Entry entry = cutter.sort(count);
+  const typename RowCutter::Entry entry = cutter.sort(count);
   const float score = RowCutter::value_of(entry);
-  if (threadIdx.x == min(of.top_k, int64_t{count}) - 1) shared_values[kThreads] = {score, 0};
+  if (threadIdx.x == min(of.top_k, int64_t{count}) - 1) shared_values[RowCutter::kThreads] = {score, 0};
   __syncthreads();
-  bool is_kept = threadIdx.x < count && score >= shared_values[kThreads].x;
+  bool is_kept = threadIdx.x < count && score >= shared_values[RowCutter::kThreads].x;
   const auto weight = [&] { return is_kept ? RowCutter::fixed_weight(row.weight_of(score)) : Weight{0}; };
   if (of.top_p < 1) {
     const auto scanned = cutter.scan(weight());

@@ -26,16 +26,18 @@ struct ValueCut {
   }
 };
 
+// `kBlockThreads`: at least 128 of a cluster of 4 blocks, 512 of one block.
+template <int kBlockThreads>
 class RowCutter {
  public:
   using Weight = unsigned long long;
-  // TUNED: not measured.
-  static constexpr int kThreads = 512;
+  static constexpr int kThreads = kBlockThreads, kWarps = kThreads / kWarpSize;
   static constexpr int kMostBlocks = 16;
-  static constexpr int kGroups = kThreads / 2;  // neighbouring threads of a cluster, whose highest values all blocks get
+  static constexpr int kGroups = 256;  // of neighbouring threads of a cluster, whose highest values all blocks get
   static constexpr int kMostPlaces = 1 << 16;   // of a block; more could overflow the sums of a bin
   static constexpr int kFraction = 44;          // binary places of a weight
-  static constexpr int kBinBits = 10, kBins = 1 << kBinBits;
+  static constexpr int kBins = 2 * kThreads, kBinBits = kBins == 1024 ? 10 : 8;
+  static_assert(kBins == 1 << kBinBits);
 
   // A value's key, then what orders equal values, or a weight.
   using Entry = unsigned long long;
@@ -46,21 +48,21 @@ class RowCutter {
   struct Storage {
     union {
       unsigned parts[2][kBins];  // this block's histogram: counts, or the lower and upper halves of weights
-      Entry inbox[kBins];        // gathered entries, by block
       Entry sorted[kBins];
       Weight weights[kBins];     // of gathered entries
     };
     union {
       Weight totals[kBins];  // of all blocks
-      Entry entries[kBins];
+      Entry entries[kBins];  // gathered
+      struct {
+        alignas(16) float highest[kGroups];
+        float negated_lowest[kMostBlocks * kWarps];
+      };
     };
-    alignas(16) float highest[kGroups];
-    float negated_lowest[kGroups];
     float reached;
-    unsigned counts[kMostBlocks];
-    unsigned count;
+    unsigned counts[2];  // of gathered entries: in the first block, for one round after another
     double inbox_of_sums[2][2][kMostBlocks];
-    Weight of_warps[kThreads / kWarpSize];
+    Weight of_warps[kWarps];
     Weight before;
     Entry cut;
     int bin;
@@ -69,43 +71,45 @@ class RowCutter {
   const int rank, size;  // of this block in its cluster, and of that
 
   __device__ explicit RowCutter(Storage& storage) : rank(cluster_rank()), size(cluster_size()), storage_(storage) {
-    arrive_relaxed_at_cluster_barrier();
+    if (threadIdx.x < 2) storage_.counts[threadIdx.x] = 0;
+    arrive_at_cluster_barrier();
   }
 
   // The highest value of the row, and the lowest one, negated, from those of each thread. Called once, first.
   __device__ float2 bounds(float highest, float negated_lowest) {
-    const int lanes = 2 * size, lane = threadIdx.x % lanes, group = (rank * kThreads + threadIdx.x) / lanes;
+    const int lanes = size * kThreads / kGroups, thread = rank * kThreads + threadIdx.x;
+    negated_lowest = warp_reduce<Max>(negated_lowest);
 #pragma unroll 1
-    for (int distance = size; distance > 0; distance /= 2) {
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
       highest = fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, distance));
-      negated_lowest = fmaxf(negated_lowest, __shfl_xor_sync(kFullWarp, negated_lowest, distance));
     }
     wait_at_cluster_barrier();  // all blocks have started
-    if (lane < size) {
-      store_to_block(&storage_.highest[group], lane, highest);
-      store_to_block(&storage_.negated_lowest[group], lane, negated_lowest);
+#pragma unroll 1
+    for (int block = thread % lanes; block < size; block += lanes) {
+      store_to_block(&storage_.highest[thread / lanes], block, highest);
     }
+    const int lane = threadIdx.x % kWarpSize;
+    if (lane < size) store_to_block(&storage_.negated_lowest[thread / kWarpSize], lane, negated_lowest);
     cluster_barrier();
 #pragma unroll 2
-    for (int i = threadIdx.x % kWarpSize; i < kGroups; i += kWarpSize) {
+    for (int i = lane; i < kGroups; i += kWarpSize) {
       highest = fmaxf(highest, storage_.highest[i]);
-      negated_lowest = fmaxf(negated_lowest, storage_.negated_lowest[i]);
+      if (i < size * kWarps) negated_lowest = fmaxf(negated_lowest, storage_.negated_lowest[i]);
     }
     return {warp_reduce<Max>(highest), warp_reduce<Max>(negated_lowest)};
   }
 
   // A value that at least `count` values of the row reach, and not many more; at most kGroups / 2.
   __device__ float value_reached_by(int count) {
-    if (threadIdx.x < kGroups) {
-      const float own = storage_.highest[threadIdx.x];
+#pragma unroll 1
+    for (int group = threadIdx.x; group < kGroups; group += kThreads) {
+      const float own = storage_.highest[group];
       int above = 0;
 #pragma unroll 4
       for (int i = 0; i < kGroups; i += 4) {
         const float4 others = *reinterpret_cast<const float4*>(storage_.highest + i);
-        above += (others.x > own || (others.x == own && i < threadIdx.x)) +
-                 (others.y > own || (others.y == own && i + 1 < threadIdx.x)) +
-                 (others.z > own || (others.z == own && i + 2 < threadIdx.x)) +
-                 (others.w > own || (others.w == own && i + 3 < threadIdx.x));
+        above += (others.x > own || (others.x == own && i < group)) + (others.y > own || (others.y == own && i + 1 < group)) +
+                 (others.z > own || (others.z == own && i + 2 < group)) + (others.w > own || (others.w == own && i + 3 < group));
       }
       if (above == count - 1) storage_.reached = own;
     }
@@ -137,39 +141,21 @@ class RowCutter {
   // there must be a barrier of the cluster.
   template <typename EntryOf, typename IsChosen>
   __device__ int gather(int places, int targets, int most, IsChosen is_chosen, EntryOf entry_of_place) {
-    const unsigned share = kBins / size;
-    if (threadIdx.x == 0) storage_.count = 0;
-    __syncthreads();
+    unsigned* const count = &storage_.counts[gathered_ % 2];
+    if (rank == 0 && threadIdx.x == 0) storage_.counts[++gathered_ % 2] = 0;
+    else ++gathered_;
 #pragma unroll 1
     for (int i = threadIdx.x; i < places; i += kThreads) {
       if (!is_chosen(i)) continue;
-      const unsigned slot = atomicAdd(&storage_.count, 1u);
-      if (slot >= share) continue;
+      const unsigned slot = add_in_block(count, 0, 1u);
+      if (slot >= kBins) continue;
       const Entry entry = entry_of_place(i);
 #pragma unroll 1
-      for (int block = 0; block < targets; ++block) store_to_block(&storage_.inbox[rank * share + slot], block, entry);
+      for (int block = 0; block < targets; ++block) store_to_block(&storage_.entries[slot], block, entry);
     }
-    __syncthreads();
-    if (threadIdx.x < size) store_to_block(&storage_.counts[rank], threadIdx.x, storage_.count);
     cluster_barrier();
-    unsigned before = 0, all = 0;
-    const unsigned block_of_slot = threadIdx.x * 2 / share;
-    bool fits = true;
-#pragma unroll 1
-    for (unsigned block = 0; block < size; ++block) {
-      const unsigned count = storage_.counts[block];
-      if (block < block_of_slot) before += count;
-      all += count;
-      fits = fits && count <= share;
-    }
-    if (!fits || all > most) return 0;
-#pragma unroll 1
-    for (unsigned slot = threadIdx.x * 2; slot < threadIdx.x * 2 + 2; ++slot) {
-      const unsigned place = slot % share;
-      if (place < storage_.counts[block_of_slot]) storage_.entries[before + place] = storage_.inbox[slot];
-    }
-    __syncthreads();
-    return static_cast<int>(all);
+    const int all = static_cast<int>(load_from_block(count, 0));
+    return all <= min(most, kBins) ? all : 0;
   }
 
   // Sorts `count` entries in descending order, at most kThreads: thread i gets the i-th.
@@ -203,7 +189,7 @@ class RowCutter {
     __syncthreads();
     Scanned scanned = {inclusive - own, 0};
 #pragma unroll 4
-    for (int other = 0; other < kThreads / kWarpSize; ++other) {
+    for (int other = 0; other < kWarps; ++other) {
       if (other < warp) scanned.before += storage_.of_warps[other];
       scanned.total += storage_.of_warps[other];
     }
@@ -312,7 +298,6 @@ class RowCutter {
   static constexpr int kExponentBias = 127, kMantissaBits = 23;
   static constexpr int kWideBits = 31, kNarrowBits = 17, kMostNarrowPlaces = 1 << 14;
   static constexpr float kLog2OfE = 1.442695041f, kMostOctaves = 125.5f;
-  static_assert(kBins == 2 * kThreads, "a thread scans two bins");
 
   // Each block adds up a share of the bins and gives the result to all blocks.
   template <typename Finish>
@@ -385,7 +370,7 @@ class RowCutter {
 
   Storage& storage_;
   RowTeam<Team::kBlock, double> team_;
-  unsigned round_ = 0;
+  unsigned round_ = 0, gathered_ = 0;
 };
 
 }  // namespace fuseopt
