@@ -12,6 +12,12 @@ def _without_reason(what: str, old: str, new: str) -> Mutant:
     return Mutant(f"T2 without a reason: {what}", _TIERS, old, new, ("tests/generation/test_reasons.py",))
 
 
+def _not_undone(what: str, old: str, new: str) -> Mutant:
+    """A call whose memory runs out, and which transformers then decodes from its prompt."""
+    tests = ("tests/generation/test_out_of_memory.py",)
+    return Mutant(f"out of memory: {what}", "fuseopt/generation/rollback.py", old, new, tests)
+
+
 REASONS = (
     _without_reason("custom_generate", 'if arguments.get("custom_generate") is not None:', "if False:"),
     _without_reason("assisted decoding", 'if arguments.get("assistant_model") is not None:', "if False:"),
@@ -43,6 +49,11 @@ GENERATION = (
         "",
         ("tests/generation/prompt/test_prompts.py::test_a_mask_of_an_encoder_s_output_ends_with_its_call",),
     ),
+    _not_undone("random numbers", "torch.set_rng_state(self._random)", "pass"),
+    _not_undone("the caller's cache", "        self._cache.restore()\n", ""),
+    _not_undone("tokens that a streamer has", "prepared._replace(streamer=RemainingStream(self.stream))", "prepared"),
+    _not_undone("an error of the streamer's", "self.is_possible and not has_raised", "self.is_possible"),
+    _not_undone("tokens that processors have seen", "self.is_possible and not has_raised", "not has_raised"),
     Mutant(
         "max_length ignores the encoder's length",
         _TIERS,
