@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,8 +85,8 @@ def fetch_text(folder: Path) -> Path:
     return path
 
 
-def read_chapters(path: Path) -> list[list[str]]:
-    """Verses by chapter, references taken off, in the order of the file."""
+def read_chapters(path: Path, names: Sequence[str] = ()) -> list[list[str]]:
+    """Verses by chapter, references taken off, in the order of the file; of `names` only, if there are any."""
     chapters: dict[str, list[str]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         reference = REFERENCE.match(line)
@@ -95,7 +95,10 @@ def read_chapters(path: Path) -> list[list[str]]:
                 f"{path}:{number}: a verse starts with its reference, as in 'Ge1:1 In the', not {line[:30]!r}"
             )
         chapters.setdefault(reference["chapter"], []).append(line[reference.end() :])
-    return list(chapters.values())
+    unknown = sorted({*names} - {*chapters})
+    if unknown:
+        raise SystemExit(f"{path} has no chapter {', '.join(unknown)}; the first are {', '.join([*chapters][:3])}")
+    return [verses for name, verses in chapters.items() if not names or name in names]
 
 
 def split_chapters(chapters: list[list[str]]) -> tuple[list[list[str]], list[list[str]]]:
@@ -328,7 +331,7 @@ class Recipe:
 
 RECIPES = {
     "gpt2": Recipe("gpt2-kjv", causal_tokenizer, gpt2_model, sample_windows, 2500, 128, 2e-3, autocast=True),
-    "llama": Recipe("llama-kjv", causal_tokenizer, llama_model, sample_windows, 2000, 128, 2e-3, autocast=True),
+    "llama": Recipe("llama-kjv", causal_tokenizer, llama_model, sample_windows, 500, 4, 2e-3, autocast=True),
     # In bfloat16 autocast, at a rate of 2e-3, its loss became NaN within 500 steps (torch 2.11, H200).
     "t5": Recipe("t5-kjv", t5_tokenizer, t5_model, sample_continuations, 7000, 192, 1.5e-3, autocast=False),
 }
@@ -444,6 +447,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--text", type=Path, help="one verse a line, as `bible -f` prints it (default: fetched into .data)"
     )
+    parser.add_argument("--chapters", nargs="+", default=[], metavar="NAME", help="such as Ge1 (default: all)")
     parser.add_argument("--out", type=Path, default=ROOT / "examples" / "checkpoints", help="(default: %(default)s)")
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)"
@@ -454,7 +458,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=args.out).close()  # raises here, and not after training, if nothing can be written
-    chapters = read_chapters(args.text or fetch_text(ROOT / ".data"))
+    chapters = read_chapters(args.text or fetch_text(ROOT / ".data"), args.chapters)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:

@@ -102,7 +102,7 @@ class GenerationOptions:
         max_batch: calls with more rows (batch x num_return_sequences) run by transformers.
         max_length: calls that need a longer key-value cache, in tokens, run by transformers; None for no limit but the
             model's.
-        max_graphs: number of captured steps kept on a GPU; twice as many captured prompts are kept. 0 captures none.
+        max_graphs: number of captured steps kept, and on a GPU twice as many prompts. 0 captures none.
     """
 
     enable: bool = True

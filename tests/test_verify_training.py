@@ -82,9 +82,10 @@ def test_half_precision(ids, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_bfloat16_llama_trains_as_stock_does(tied, set_tuned):
-    """With grouped queries, measured matrix products, and four chunks of the head's rows."""
+    """With grouped queries, measured products, layers compiled in regions, and four chunks of the head's rows."""
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
     others = {"head_dim": 64, "vocab_size": 4096, "max_position_embeddings": 1024, "tie_word_embeddings": tied}
+    others["num_hidden_layers"] = 5
     model = tiny.llama(**sizes, **others).cuda().bfloat16()
     set_tuned("linear_cross_entropy_chunk_bytes", 1024 * 4096 * 2)
     ids = torch.randint(3, 4096, (4, 1024), device="cuda")

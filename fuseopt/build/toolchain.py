@@ -155,8 +155,8 @@ def python_recipe() -> Recipe:
     if not (headers / "Python.h").exists():
         raise ToolchainError(f"there is no Python.h in {headers}: the headers of this Python are not installed")
     # In a cold build this file takes longest, because of torch's headers. So it leaves out those of the operators, and
-    # is compiled with -O1.
-    flags = (*_CXX_FLAGS, "-O1", "-DAT_PER_OPERATOR_HEADERS")
+    # is compiled with -O1. torch is compiled with NDEBUG, on which the members of some of its classes depend.
+    flags = (*_CXX_FLAGS, "-O1", "-DNDEBUG", "-DAT_PER_OPERATOR_HEADERS")
     include = (*include_flags(), "-isystem", str(_TORCH / "include"), "-isystem", str(headers))
     return Recipe(
         sources=_sources("python"),

@@ -294,8 +294,7 @@ class GenerateCall:
             decoded = self._device_loop(state, prepared, chained(filter(None, on_device), step.vocab, constants))
         else:
             decoded = self._fast_forward(state, prepared)
-        steps = "eager" if decoded.work.graph is None else "graph"
-        self.record = CallRecord(tier, reason or "", steps, decoded.note, state.cache_size)
+        self.record = CallRecord(tier, reason or "", decoded.work.how, decoded.note, state.cache_size)
         # 12. Cache: copied back to transformers' cache if anybody can read it.
         if (config.return_dict_in_generate and prepared.returns_cache) or prepared.has_user_cache:
             cache = prepared.model_kwargs["past_key_values"]

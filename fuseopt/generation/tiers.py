@@ -39,8 +39,8 @@ class CallRecord:
     Attributes:
         tier: which loop ran.
         reason: why not a faster one; empty for the fastest.
-        steps: "graph" if steps were replayed from a CUDA graph, "eager" if their kernels were launched one by one, ""
-            in stock transformers.
+        steps: "graph" if steps were replayed from a CUDA graph, "recorded" if they were replayed on a CPU without
+            Python, "eager" if their kernels were launched one by one, "" in stock transformers.
         note: what else happened, such as a capture that ran out of memory.
         cache: size of the static cache; "" in stock transformers.
     """

@@ -1,4 +1,4 @@
-"""Capture of work on static tensors as CUDA graphs, and stream order among a model's works."""
+"""Capture of work on static tensors, as CUDA graphs or recorded runs, and stream order among a model's works."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from fuseopt.build import loader
 from fuseopt.runtime import gc_pause
+from fuseopt.runtime.recorded_runs import RecordedRun
 
 # A capture starts with a device synchronisation, which is illegal while another stream is capturing and would
 # invalidate that capture.
@@ -33,7 +35,9 @@ _S = TypeVar("_S", bound=State)
 
 
 class Work(Generic[_S]):
-    """A function on static tensors. A call runs it, or replays its CUDA graph after `capture`.
+    """A function on static tensors. A call runs it, or after `capture` replays its CUDA graph.
+
+    On a CPU, a RecordedRun takes the graph's place.
 
     Args:
         key: everything that `run` depends on apart from the values of tensors.
@@ -42,7 +46,7 @@ class Work(Generic[_S]):
 
     def __init__(self, key: Hashable, state: _S) -> None:
         self.key, self.state = key, state
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph: torch.cuda.CUDAGraph | RecordedRun | None = None
 
     def run(self) -> None:
         raise NotImplementedError
@@ -52,6 +56,17 @@ class Work(Generic[_S]):
             self.run()
         else:
             self.graph.replay()
+
+    @property
+    def how(self) -> str:
+        """How a call runs: "graph", "recorded" or "eager"."""
+        if isinstance(self.graph, RecordedRun):
+            return "eager" if self.graph.refused else "recorded"
+        return "eager" if self.graph is None else "graph"
+
+    def record(self) -> None:
+        """Makes later calls record `run`, and replay it."""
+        self.graph = RecordedRun(self.run)
 
     def capture(self, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
         """Captures `run`, which must have run once before, on `stream`; later calls replay the graph.
@@ -86,11 +101,16 @@ class Captures:
     def record(self, work: Work[Any], others: Iterable[Work[Any]], what: str) -> str:
         """Captures `work`, which must have run once; returns the reason of a failure, or "".
 
+        On a CPU, the next calls of `work` are recorded.
+
         Args:
             others: captured works that never run at the same time as `work`, whose memory pool it may share.
             what: name of the work in the reason, such as "the blocks".
         """
-        pools = (other.graph.pool() for other in others if other.graph is not None)
+        if work.state.device.type == "cpu":
+            work.record()
+            return ""
+        pools = (other.graph.pool() for other in others if isinstance(other.graph, torch.cuda.CUDAGraph))
         # Not torch's default capture stream, which is on the device of the process's first capture. The stream is used
         # for captures only: its cuBLAS workspace is baked into the graph, so it has to be allocated from the pool.
         self._capture_stream = stream_on(work.state.device, self._capture_stream)
@@ -102,6 +122,11 @@ class Captures:
             cause = error.__context__ or error
             return f"{what} could not be captured: {str(cause).splitlines()[0]}"
         return ""
+
+    @staticmethod
+    def can_capture(device: torch.device) -> bool:
+        """Whether work on this device can be captured. On a CPU that takes the library for Python."""
+        return device.type == "cuda" or (device.type == "cpu" and loader.python_library() is not None)
 
     def join(self, device: torch.device) -> None:
         """Makes the current stream wait for the work that the last `in_stream_order` block queued."""

@@ -42,7 +42,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=["gpt2-kjv", "t5-kjv"])
+@pytest.fixture(params=["gpt2-kjv", "llama-kjv", "t5-kjv"])
 def checkpoint(request, each_device):
     auto = AutoModelForSeq2SeqLM if request.param.startswith("t5") else AutoModelForCausalLM
     model = auto.from_pretrained(CHECKPOINTS / request.param, attn_implementation="eager").to(each_device).eval()

@@ -5,6 +5,7 @@
 
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "cpu/vec_math.h"
 
@@ -22,6 +23,7 @@
 #endif
 namespace fuseopt::own {
 #include "cpu/decode_kernels_body.h"
+#include "cpu/decode_tiles_body.h"
 }
 #undef FUSEOPT_VECTOR_BYTES
 
@@ -37,6 +39,7 @@ namespace fuseopt::own {
 #endif
 namespace fuseopt::avx512 {
 #include "cpu/decode_kernels_body.h"
+#include "cpu/decode_tiles_body.h"
 }
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -44,11 +44,19 @@ struct HeadAttention {
   void* output;  // [head_dim] float or double; zeros if no place is attended to
 };
 
+/// The most rows for which lines are faster than tiles.
+constexpr int64_t kDotLinesRows = 1, kAddLinesRows = 4;
+/// Outputs by a multiple of which tiles are shared among threads.
+constexpr int64_t kTileOutputs = 64;
+
 struct DecodeKernels {
   /// output[row][line] = input[row] . line; inputs have `length` elements.
   void (*dot_lines)(const Products&);
   /// output[row] = the sum of lines, each times its element of input[row]; inputs have `lines` elements.
   void (*add_lines)(const Products&);
+  /// The same, for more rows.
+  void (*dot_tiles)(const Products&);
+  void (*add_tiles)(const Products&);
   void (*attend)(const HeadAttention&);
 };
 

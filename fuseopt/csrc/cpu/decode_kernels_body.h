@@ -65,47 +65,31 @@ inline Math sum_of(const Vector<Math>& vector) {
   return parts[0];
 }
 
-// Dot products of one line with kRows rows, each in kSums accumulators, so that additions do not wait for each other.
-template <int kRows, int kSums, typename T, typename Math = MathOf<T>>
-inline void dot_line(const T* line, int64_t length, const Math* input, int64_t input_stride, Math* output,
-                     int64_t output_stride) {
+// Dot product of a line and an input, in kSums accumulators, so that additions do not wait for each other.
+template <int kSums, typename T, typename Math = MathOf<T>>
+inline Math dot_line(const T* line, int64_t length, const Math* input) {
   constexpr int64_t kStep = kLanes<Math>;
-  Vector<Math> sums[kRows][kSums] = {};
+  Vector<Math> sums[kSums] = {};
   int64_t i = 0;
   for (; i + kSums * kStep <= length; i += kSums * kStep) {
-    for (int s = 0; s < kSums; ++s) {
-      const Vector<Math> weights = load(line + i + s * kStep);
-      for (int row = 0; row < kRows; ++row) sums[row][s] += weights * load(input + row * input_stride + i + s * kStep);
-    }
+    for (int s = 0; s < kSums; ++s) sums[s] += load(line + i + s * kStep) * load(input + i + s * kStep);
   }
   for (; i < length; i += kStep) {
     const int64_t count = std::min(kStep, length - i);
-    const Vector<Math> weights = load(line + i, count);
-    for (int row = 0; row < kRows; ++row) sums[row][0] += weights * load(input + row * input_stride + i, count);
+    sums[0] += load(line + i, count) * load(input + i, count);
   }
-  for (int row = 0; row < kRows; ++row) {
-    for (int s = 1; s < kSums; ++s) sums[row][0] += sums[row][s];
-    output[row * output_stride] = sum_of<Math>(sums[row][0]);
-  }
+  for (int s = 1; s < kSums; ++s) sums[0] += sums[s];
+  return sum_of<Math>(sums[0]);
 }
 
 template <typename T, typename Math = MathOf<T>>
 void dot_lines_of(const Products& p) {
   const T* weight = static_cast<const T*>(p.weight);
   for (int64_t line = 0; line < p.lines; ++line, weight += p.line_stride) {
-    // After the first rows the line is in the L1 cache.
-    const Math* input = static_cast<const Math*>(p.input);
-    Math* output = static_cast<Math*>(p.output) + line;
-    int64_t row = 0;
-    const auto take = [&](int rows, auto dot) {
-      for (; row + rows <= p.rows; row += rows) {
-        dot(weight, p.length, input + row * p.input_stride, p.input_stride, output + row * p.output_stride,
-            p.output_stride);
-      }
-    };
-    take(4, dot_line<4, 2, T>);
-    take(2, dot_line<2, 4, T>);
-    take(1, dot_line<1, 4, T>);
+    for (int64_t row = 0; row < p.rows; ++row) {
+      const Math* input = static_cast<const Math*>(p.input) + row * p.input_stride;
+      static_cast<Math*>(p.output)[row * p.output_stride + line] = dot_line<4, T>(weight, p.length, input);
+    }
   }
 }
 
@@ -180,8 +164,7 @@ void attend_of(const HeadAttention& a) {
     score = -std::numeric_limits<Math>::infinity();
     if (!is_attended(place)) continue;
     attends = true;
-    dot_line<1, 1, T>(static_cast<const T*>(a.keys) + offset(place), a.head_dim, static_cast<const Math*>(a.query), 0,
-                      &score, 0);
+    score = dot_line<1, T>(static_cast<const T*>(a.keys) + offset(place), a.head_dim, static_cast<const Math*>(a.query));
     if (a.softcap > 0) score = static_cast<Math>(a.softcap) * std::tanh(score / static_cast<Math>(a.softcap));
     if (a.bias != nullptr) score += static_cast<const Math*>(a.bias)[std::min(a.end - 1 - place, a.distances - 1)];
     highest = score > highest ? score : highest;
@@ -202,19 +185,3 @@ void attend_of(const HeadAttention& a) {
     for (; i < a.head_dim; ++i) output[i] += static_cast<Math>(value[i]) * weight;
   }
 }
-
-#define FUSEOPT_BY_DTYPE(function, dtype, ...)                    \
-  switch (dtype) {                                                \
-    case kFloat32: return function<float>(__VA_ARGS__);           \
-    case kFloat16: return function<Half>(__VA_ARGS__);            \
-    case kBFloat16: return function<BFloat16>(__VA_ARGS__);       \
-    case kFloat64: return function<double>(__VA_ARGS__);          \
-  }
-
-void dot_lines(const Products& products) { FUSEOPT_BY_DTYPE(dot_lines_of, products.dtype, products) }
-void add_lines(const Products& products) { FUSEOPT_BY_DTYPE(add_lines_of, products.dtype, products) }
-void attend(const HeadAttention& attention) { FUSEOPT_BY_DTYPE(attend_of, attention.dtype, attention) }
-
-#undef FUSEOPT_BY_DTYPE
-
-constexpr DecodeKernels kKernels = {dot_lines, add_lines, attend};

@@ -102,15 +102,16 @@ void activate(LinearActivation activation, Math* x, int64_t n) {
   }
 }
 
-/// Products of all rows with all weights, in some parts that add up to them: of a transposed weight, each thread reads
-/// some of the lines.
+/// Products of all rows with all weights, in some parts that add up to them: of a transposed weight and few rows, each
+/// thread reads some of the lines.
 template <typename Math>
 class LayerProducts {
  public:
   LayerProducts(const Math* input, int64_t rows, const std::vector<Weight>& weights)
       : input_(input), rows_(rows), weights_(weights), in_features_(weights[0].tensor.size(1)),
         width_(weights.back().first + weights.back().out_features()),
-        threads_(threads_for(width_ * in_features_)), column_tiles_((threads_ + kMostParts - 1) / kMostParts),
+        threads_(threads_for(width_ * in_features_)),
+        column_tiles_(rows > kAddLinesRows ? threads_ : (threads_ + kMostParts - 1) / kMostParts),
         parts_(has_transposed() ? threads_ / column_tiles_ : 1), products_(parts_ * rows * width_) {
     torch::stable::parallel_for(0, threads_, 1, [&](int64_t begin, int64_t end) {
       for (int64_t thread = begin; thread < end; ++thread) compute(thread);
@@ -147,7 +148,14 @@ class LayerProducts {
     return products_.get() + (part * rows_ + row) * width_ + weights_[index].first;
   }
 
+  /// Where the share of thread `index` of `count` in n outputs begins.
+  int64_t share(int64_t n, int64_t index, int64_t count) const {
+    if (rows_ <= kDotLinesRows) return n * index / count;
+    return std::min(n, (n * index / count + kTileOutputs - 1) / kTileOutputs * kTileOutputs);
+  }
+
   void compute(int64_t thread) {
+    const DecodeKernels& kernels = decode_kernels();
     for (size_t i = 0; i < weights_.size(); ++i) {
       const Weight& weight = weights_[i];
       const int64_t out_features = weight.out_features();
@@ -155,13 +163,13 @@ class LayerProducts {
         const int64_t part = thread % parts_, tile = thread / parts_;
         if (tile >= column_tiles_) continue;
         const int64_t begin = in_features_ * part / parts_, end = in_features_ * (part + 1) / parts_;
-        const int64_t column = out_features * tile / column_tiles_;
-        const int64_t columns = out_features * (tile + 1) / column_tiles_ - column;
-        run(decode_kernels().add_lines, weight, begin, end - begin, column, columns, input_ + begin,
+        const int64_t column = share(out_features, tile, column_tiles_);
+        const int64_t columns = share(out_features, tile + 1, column_tiles_) - column;
+        run(rows_ > kAddLinesRows ? kernels.add_tiles : kernels.add_lines, weight, begin, end - begin, column, columns, input_ + begin,
             at(part, 0, i) + column);
       } else {
-        const int64_t begin = out_features * thread / threads_, end = out_features * (thread + 1) / threads_;
-        run(decode_kernels().dot_lines, weight, begin, end - begin, 0, in_features_, input_, at(0, 0, i) + begin);
+        const int64_t begin = share(out_features, thread, threads_), end = share(out_features, thread + 1, threads_);
+        run(rows_ > kDotLinesRows ? kernels.dot_tiles : kernels.dot_lines, weight, begin, end - begin, 0, in_features_, input_, at(0, 0, i) + begin);
       }
     }
   }

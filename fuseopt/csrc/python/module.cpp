@@ -3,6 +3,7 @@
 // headers.
 #include "python/direct_calls.h"
 #include "python/own_ops.h"
+#include "python/tape.h"
 #include "python/watch.h"
 
 namespace {
@@ -14,6 +15,7 @@ PyMethodDef functions[] = {
      "call_own(op, kernels, backend, arguments): an eager call of a user's op by the first kernel that takes it"},
     {"run_own", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_own)), METH_FASTCALL,
      "run_own(op, kernel, arguments): the results of one kernel of a user's op"},
+    {"record", record, METH_O, "record(function): runs a function of static tensors; a Tape that runs its operations again"},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "fuseopt_python", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
@@ -21,7 +23,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "fuseopt_python", nullptr, -1, func
 }  // namespace
 
 PyMODINIT_FUNC PyInit_fuseopt_python() {
-  if (PyType_Ready(direct_calls_type()) < 0) return nullptr;
+  if (PyType_Ready(direct_calls_type()) < 0 || PyType_Ready(tape_type()) < 0) return nullptr;
   PyObject* created = PyModule_Create(&module);
   PyObject* type = reinterpret_cast<PyObject*>(direct_calls_type());
   if (created != nullptr && PyModule_AddObjectRef(created, "DirectCalls", type) < 0) Py_CLEAR(created);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -141,7 +142,9 @@ class StepGraphs(Captures):
     @staticmethod
     def most_bytes(device: torch.device) -> int:
         """How many bytes the states of captured work may have together; a larger one is kept alone."""
-        return torch.cuda.get_device_properties(device).total_memory // _KEPT_PART
+        if device.type == "cuda":
+            return torch.cuda.get_device_properties(device).total_memory // _KEPT_PART
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _KEPT_PART
 
     def report_lines(self) -> Iterator[str]:
         """What is kept on the device, and for which sizes."""
@@ -195,7 +198,7 @@ class StepGraphs(Captures):
         return self._steps.get(key)
 
     def capture(self, step: StepWork) -> str:
-        """Captures a step on a GPU and keeps it; returns why it could not be captured, empty if it was."""
+        """Captures a step and keeps it; returns why it could not be captured, empty if it was."""
         if step.selection is not None and step.graph is None:
             reason = step.selection.not_captured
             if reason and step.state.device.type == "cuda":
@@ -256,7 +259,7 @@ class StepGraphs(Captures):
 
     def _capture(self, work: Any, kept: OrderedDict[Hashable, Any], limit: int, what: str) -> str:
         device = work.state.device
-        if work.graph is not None or device.type != "cuda" or not limit:
+        if work.graph is not None or not limit or not self.can_capture(device):
             return ""
         if len(kept) >= limit:
             self.drain()

@@ -19,13 +19,20 @@ from fuseopt.tuning import table_of
 FEW_ROWS = 16
 """Up to this number of rows the CUDA kernels take any layer; above, those for which `is_fast` is true."""
 
-# TUNED: F.linear / decode_linear at [768, 768] to [768, 3072] in both layouts (EPYC 9004, one thread): 1.9 to 2.4 in
-# float32 and 1.5 to 2.1 in bfloat16 with 4 rows, 1.0 to 1.8 and 0.8 to 1.4 with 8.
-FEW_ROWS_ON_CPU = 4
-"""Up to this number of rows the CPU kernels are faster than the BLAS library."""
-
 MAX_ROWS = 256
 """The kernels take no more rows; the BLAS library is as fast there."""
+
+# TUNED: F.linear / decode_linear at [768, 3072] and [3072, 768], of a weight stored as [N, K] and as [K, N] (EPYC 9004,
+# one thread). float32: 1.1 and 1.7 with 16 rows, 0.8 and 1.2 with 64. bfloat16: 0.9 to 1.1 and 1.6 to 1.8 with 6 rows,
+# 0.7 and 1.1 with 12. float16: 3 and 41 to 100 with 64. float64: 1.8 and 4.3 with 6, 0.5 and 1.2 with 64.
+MOST_ROWS_ON_CPU = {
+    torch.float32: (16, 64),
+    torch.bfloat16: (6, 12),
+    torch.float16: (MAX_ROWS, MAX_ROWS),
+    torch.float64: (6, 64),
+}
+"""By dtype: up to this number of rows the CPU kernels are faster than the BLAS library, for a weight that is stored as
+[N, K] and as [K, N]."""
 
 _HALVES = (torch.float16, torch.bfloat16)
 # Longest K of the many-rows kernel: with a norm, which one block computes, and without, in a cluster.
@@ -177,7 +184,7 @@ def is_fast(
 ) -> bool:
     """True if the kernels are faster than the BLAS library plus a launch for each neighbouring operation.
 
-    On a CPU they are faster up to `FEW_ROWS_ON_CPU` rows. On a GPU, more than `FEW_ROWS` rows need one dtype and sm_90
+    On a CPU they are faster up to `MOST_ROWS_ON_CPU` rows. On a GPU, more than `FEW_ROWS` rows need one dtype and sm_90
     or newer. In 16 bits the work must be at most `decode_linear_max_work` in `fuseopt/tuning`, for a long K
     `decode_linear_max_long_work`; float32 must have no LayerNorm and no gate.
 
@@ -186,7 +193,9 @@ def is_fast(
         weights: [N, K] each, as `decode_linear` takes them.
     """
     rows, (outputs, columns) = input.shape[:-1].numel(), weights[0].shape
-    if rows <= (FEW_ROWS_ON_CPU if input.is_cpu else FEW_ROWS):
+    if input.is_cpu:
+        return all(rows <= MOST_ROWS_ON_CPU.get(weight.dtype, (0, 0))[weight.stride(1) != 1] for weight in weights)
+    if rows <= FEW_ROWS:
         return True
     if not (
         rows <= MAX_ROWS

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 from fuseopt.errors import BackendError
 from fuseopt.ops import decode_attention, decode_attention_, decode_linear, registry
 from fuseopt.ops.decode.attention import decode_attention_reference
-from fuseopt.ops.decode.linear import FEW_ROWS_ON_CPU, MAX_ROWS, decode_linear_reference
+from fuseopt.ops.decode.linear import MAX_ROWS, MOST_ROWS_ON_CPU, decode_linear_reference
 from tests.ops.cases import RawCalls, error, to_float64
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -45,7 +45,7 @@ def weight_of(layout: str, out_features: int, in_features: int, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["rows", "columns", "apart", "strided"])
-@pytest.mark.parametrize("rows", [1, 2, 3, 7])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 13])
 def test_linear_layers_that_threads_share(rows: int, layout: str, dtype: torch.dtype, threads: int) -> None:
     torch.manual_seed(rows)
     in_features, out_features = 331, 277  # enough elements for several threads
@@ -76,7 +76,7 @@ def test_weights_of_both_layouts_in_one_layer(gated: bool, dtype: torch.dtype, t
 
 
 @pytest.mark.parametrize("in_features", [1, 2, 15, 16, 17, 33])
-@pytest.mark.parametrize("out_features", [1, 15, 17, 32])
+@pytest.mark.parametrize("out_features", [1, 15, 17, 32, 131])
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_nothing_is_read_or_written_beyond_the_ends(layout: str, out_features: int, in_features: int) -> None:
     """What lies around a weight is NaN."""
@@ -85,24 +85,35 @@ def test_nothing_is_read_or_written_beyond_the_ends(layout: str, out_features: i
     around = torch.full((sizes[0] + 2, sizes[1] + 64), torch.nan)
     around[1:-1, :-64][:, : sizes[1]] = torch.randn(sizes)
     part = around[1:-1, : sizes[1]]
-    weight, x = part if layout == "rows" else part.T, torch.randn(3, in_features)
-    output = decode_linear(x, weight, backend="cpu")
-    torch.testing.assert_close(output, x @ weight.T)
+    weight = part if layout == "rows" else part.T
+    for rows in (1, 3, 7):
+        x = torch.randn(rows, in_features)
+        torch.testing.assert_close(decode_linear(x, weight, backend="cpu"), x @ weight.T)
 
 
 def test_values_that_are_not_finite_stay_in_their_outputs() -> None:
-    weight, x = torch.ones(40, 50), torch.ones(2, 50)
-    weight[7, 3], weight[9, 49], x[1, 0] = torch.nan, torch.inf, -torch.inf
-    for layout in (weight, weight.T.contiguous().T):
-        torch.testing.assert_close(decode_linear(x, layout, backend="cpu"), x @ weight.T, equal_nan=True)
+    weight = torch.ones(140, 50)
+    weight[7, 3], weight[9, 49] = torch.nan, torch.inf
+    for rows in (2, 9):
+        x = torch.ones(rows, 50)
+        x[1, 0] = -torch.inf
+        for layout in (weight, weight.T.contiguous().T):
+            torch.testing.assert_close(decode_linear(x, layout, backend="cpu"), x @ weight.T, equal_nan=True)
 
 
-def test_more_rows_are_left_to_the_reference() -> None:
-    weight = torch.randn(5, 6)
-    for rows, taken in ((FEW_ROWS_ON_CPU, 1), (FEW_ROWS_ON_CPU + 1, 0)):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_conv1d", [False, True])
+def test_more_rows_are_left_to_the_reference(is_conv1d: bool, dtype: torch.dtype) -> None:
+    weight = (torch.randn(6, 5).T if is_conv1d else torch.randn(5, 6)).to(dtype)
+    most = MOST_ROWS_ON_CPU[dtype][is_conv1d]
+    for rows, taken in ((most, 1), (most + 1, 0)):
         with RawCalls() as raw:
-            decode_linear(torch.randn(rows, 6), weight)
+            decode_linear(torch.randn(rows, 6).to(dtype), weight)
         assert raw.names().count("decode_linear.default") == taken
+
+
+def test_no_kernel_takes_more_than_max_rows() -> None:
+    weight = torch.randn(5, 6)
     with pytest.raises(BackendError, match=f"'cpu' takes {MAX_ROWS} rows at most, not {MAX_ROWS + 1}"):
         decode_linear(torch.randn(MAX_ROWS + 1, 6), weight, backend="cpu")
 

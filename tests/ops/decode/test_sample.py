@@ -341,7 +341,7 @@ def test_a_race_draws_from_what_one_filter_keeps(filters: SamplingFilters, rows:
         check_draws(case, logits, filters)
         state, divisors = state_of(rows, 0, [], case.device), torch.ones_like(logits, dtype=torch.float32)
         launched = launched_kernels(functools.partial(case, logits, divisors, *state.values(), filters=filters))
-        assert [("sample_race" in name, "decode_sample" in name) for name in launched[:1]] == [(True, False)]
+        assert "decode_sample_race" in launched[0]
 
 
 @pytest.mark.gpu

@@ -74,7 +74,7 @@ class RankRow {
     const int warps = blockDim.x / kWarpSize, warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     const int used = !kNorm ? kProduct + 1 : layer.is_layer_norm ? kSums : kSquares + 1;
 #pragma unroll 1
-    for (int rank = rank_; rank < layer.ranks; rank += max(layer.rank_blocks, layer.ranks)) {
+    for (int rank = rank_; rank < layer.ranks; rank += min(layer.rank_blocks, layer.ranks)) {
 #pragma unroll 1
       for (int row = first_row_; row < layer.rows; row += row_step_) {
         float sums[kSums] = {};

@@ -239,9 +239,11 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     if (kLoops && pass > 0) weight.load(layer, strip, first_k(pass) + own);
     load_inputs(pass);
     if constexpr (!kLoops) places.load_residuals();
-    if (kLowRank && pass == 0) {
-      updates.fetch(layer);
-      updates.template leave_products<kNorm>(layer, kNorm, sums_at);
+    if constexpr (kLowRank) {
+      if (pass == 0) {
+        updates.fetch(layer);
+        updates.template leave_products<kNorm>(layer, kNorm, sums_at);
+      }
     }
     if constexpr (kLoops) {
       weight.not_before_here();

@@ -8,7 +8,7 @@ namespace fuseopt {
 // Warps of a block, limited by the registers of its lanes.
 template <typename T, typename X, int kTiles, int kChunks, int kHalves, bool kLowRank = false>
 constexpr int kMaxLinearWarps =
-    kTiles == 8 || kChunks == 8 || (kLowRank && kTiles == 4) || (kHalves == 2 && (kTiles == 4 || !std::is_same_v<T, X>)) ? 12 : 16;
+    kTiles == 8 || kChunks == 8 || kLowRank || (kHalves == 2 && (kTiles == 4 || !std::is_same_v<T, X>)) ? 12 : 16;
 
 constexpr int kRowGap = 4;  // floats in shared memory, for rows of sums to start in different banks
 // TUNED: measurement not recorded (66635f1); `fuseopt bench kernels --model gpt2-xl` measures it again.

@@ -9,7 +9,7 @@
 #include "cuda/common/dependent_launch.cuh"
 #include "cuda/decode/select/end_of_step.cuh"
 #include "cuda/decode/select/logits_chunk.cuh"
-#include "cuda/decode/select/sample_race.h"
+#include "cuda/decode/select/decode_sample_race.h"
 #include "cuda/decode/select/sampled_row.cuh"
 
 namespace fuseopt::decode_sample {
@@ -185,7 +185,8 @@ __device__ Candidate<float> best_of_block(Candidate<float> best) {
 
 // kShared: whether scores are in shared memory.
 template <typename T, int kThreads, bool kShared>
-__global__ void __launch_bounds__(kThreads, kShared ? 1024 / kThreads : 1) sample_kernel(const __grid_constant__ SampleRows rows) {
+__global__ void __launch_bounds__(kThreads, kShared ? 1024 / kThreads : 1)
+    sample_kernel(const __grid_constant__ SampleRows rows) {
   using RowCutter = fuseopt::RowCutter<kThreads>;
   __shared__ typename RowCutter::Storage storage;
   __shared__ unsigned long long candidates[RowCutter::kMostBlocks];
@@ -310,8 +311,8 @@ extern "C" int64_t fuseopt_decode_sample_scratch(int64_t rows, int64_t vocabular
 extern "C" cudaError_t fuseopt_decode_sample(DecodeSample sample, cudaStream_t stream) {
   if (sample.select.rows == 0) return cudaSuccess;
   cudaError_t error = cudaErrorInvalidValue;
-  if (sample_race::takes(sample)) {
-    error = sample_race::launch(sample, stream);
+  if (decode_sample_race::takes(sample)) {
+    error = decode_sample_race::launch(sample, stream);
   } else {
     dispatch_fast_dtype(sample.select.scores.dtype,
                         [&](auto tag) { error = launch_as<typename decltype(tag)::type>(sample, stream); });

@@ -1,4 +1,4 @@
-// How the tokens of a row race, and how the first of them are checked: see sample_race.cu.
+// How the tokens of a row race, and how the first of them are checked: see decode_sample_race.cu.
 #pragma once
 
 #include <cassert>
@@ -9,7 +9,7 @@
 #include "cuda/decode/select/score_candidate.cuh"
 #include "cuda/decode/select/typicality.cuh"
 
-namespace fuseopt::sample_race {
+namespace fuseopt::decode_sample_race {
 namespace {
 
 // TUNED: not measured.
@@ -97,7 +97,7 @@ struct Weights {
 
 template <typename T, Cut kCut>
 struct Runner {
-  static constexpr int kPerThread = sample_race::kPerThread<T, kCut>, kChunk = sample_race::kChunk<T, kCut>;
+  static constexpr int kPerThread = decode_sample_race::kPerThread<T, kCut>, kChunk = kThreads * kPerThread;
   static constexpr int kChecked = kCut == Cut::kTypicality ? 3 : kMostChecked;  // tokens at a time; registers limit it
   const Race& race;
   Storage& storage;
@@ -368,8 +368,9 @@ struct Runner {
     const DecodeSample& of = race.of;
     if constexpr (kCut == Cut::kCount) return static_cast<double>(of.top_k);
     // Upstream removes what has a cumulative probability of at most 1 - top_p, from the lowest score on.
-    if constexpr (kCut == Cut::kProbability) return (1 - static_cast<double>(static_cast<float>(1 - of.top_p))) * weights.sum;
-    return static_cast<float>(of.typical_p) * weights.sum;
+    double share = static_cast<float>(of.typical_p);
+    if constexpr (kCut == Cut::kProbability) share = 1 - static_cast<double>(static_cast<float>(1 - of.top_p));
+    return share * weights.sum;
   }
 
   // Whether the fastest token that is kept is known: then `winner` is it.
@@ -395,4 +396,4 @@ struct Runner {
 };
 
 }  // namespace
-}  // namespace fuseopt::sample_race
+}  // namespace fuseopt::decode_sample_race

@@ -7,10 +7,12 @@
 // the logits are there, a race without them is rehearsed, and numbers are drawn.
 #include "cuda/decode/select/end_of_step.cuh"
 #include "cuda/decode/select/race_runner.cuh"
-#include "cuda/decode/select/sample_race.h"
+#include "cuda/decode/select/decode_sample_race.h"
 
-namespace fuseopt::sample_race {
+namespace fuseopt::decode_sample_race {
 namespace {
+
+constexpr int kMostRehearsed = 8;  // rows: a head's blocks of more leave no registers to blocks beside them
 
 template <typename T, Cut kCut>
 __global__ void __launch_bounds__(kThreads, 8) race_kernel(const __grid_constant__ Race race) {
@@ -23,16 +25,12 @@ __global__ void __launch_bounds__(kThreads, 8) race_kernel(const __grid_constant
   arrive_relaxed_at_cluster_barrier();
   let_successor_start();
   if (blockIdx.x == 0 && threadIdx.x == 0) prefetch_for_end_of_step(select);
-  Runner<T, kCut> runner = {race,
-                         storage,
-                         row,
-                         reinterpret_cast<float*>(shared_slots),
-                         LogitsChunk<T, kThreads, kPerThread<T, kCut>>(select.scores, row, first_chunk, select.vocabulary).token_at(0),
-                         rank,
-                         size * kWarps};
+  const LogitsChunk<T, kThreads, kPerThread<T, kCut>> first(select.scores, row, first_chunk, select.vocabulary);
+  float* const slots = reinterpret_cast<float*>(shared_slots);
+  Runner<T, kCut> runner = {race, storage, row, slots, first.token_at(0), rank, size * kWarps};
   Entrant winner;
   // A step reads more than the caches hold, so instructions come from memory. A rehearsal fetches them before the wait.
-  bool is_rehearsal = race.of.random != nullptr && select.pdl;
+  bool is_rehearsal = select.pdl && select.rows <= kMostRehearsed;
   wait_at_cluster_barrier();  // all blocks have started
 #pragma unroll 1
   while (true) {
@@ -89,7 +87,8 @@ cudaError_t launch_as(const DecodeSample& sample, cudaStream_t stream) {
                      TorchDraw(select.rows * select.vocabulary)};
   const auto kernel = race_kernel<T, kCut>;
   const auto blocks = static_cast<unsigned>(blocks_of_row<T, kCut>(select.vocabulary));
-  const LaunchShape shape{static_cast<unsigned>(select.rows) * blocks, kThreads, bytes_of_block<T, kCut>(select.vocabulary), blocks};
+  const size_t shared_bytes = bytes_of_block<T, kCut>(select.vocabulary);
+  const LaunchShape shape{static_cast<unsigned>(select.rows) * blocks, kThreads, shared_bytes, blocks};
   constexpr unsigned kPortableBlocks = 8;
   if (blocks > kPortableBlocks) {
     cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
@@ -124,4 +123,4 @@ cudaError_t launch(const DecodeSample& sample, cudaStream_t stream) {
   return error;
 }
 
-}  // namespace fuseopt::sample_race
+}  // namespace fuseopt::decode_sample_race
