@@ -78,7 +78,7 @@ GroupedShape grouped_shape(const DecodeAttention& attention) {
   // are faster than those with more stages, as their clusters all find a place. 2048 keys of 128 dimensions, 1 row: 8.6 us
   // in clusters of 16 blocks, 7.5 with as many that leave parts; of 64 dimensions, clusters of 8: 5.8 and 6.3 (2992d6f).
   // One row of 32768 keys, behind a layer: 1 head of keys of 256 dimensions: 16.8 us with 128 blocks of 8 warps, 12.8 with
-  // 4 warps of 3 stages; 2 heads of 64: 8.9 with 128 blocks, 6.7 with 66 of 3 stages; 8 heads: 33 blocks are best (af8e5a5).
+  // 4 warps of 3 stages; 2 heads of 64: 8.9 with 128 blocks, 6.7 with 66 of 3 stages; 8 heads: 33 blocks are best (5b3e12e).
   constexpr int64_t kLongTiles = 128, kFewTiles = 16;
   constexpr unsigned kManyParts = 64;
   static_assert(Memory::fixed_bytes() + kMaxGroupedWarps / 2 * sizeof(typename Memory::Tiles) <= kLeastSharedBytesOfSm80);
