@@ -185,6 +185,34 @@ def test_initialised_before_the_adapters_come():
     assert torch.equal(assert_as_stock(unloaded), plain)
 
 
+def test_the_last_adapter_is_deleted():
+    model = randomised(DECODERS["llama"]())
+    wanted = tokens(model)
+    tuner = adapted(model, "first").base_model
+    fuseopt.initialize(model, GENERATION)
+    assert not torch.equal(assert_as_stock(model), wanted)
+    tuner.delete_adapter("first")
+    assert torch.equal(assert_as_stock(model), wanted)
+    assert "LoRA of rank 0 on 14 linear layers, in the step" in str(fuseopt.report(model))
+
+
+def test_adapters_swapped_in_place(tmp_path):
+    """peft pads their factors beyond the rank that the layers say, and makes tensors of their scales."""
+    hotswap = pytest.importorskip("peft.utils.hotswap")
+    adapted(randomised(DECODERS["llama"]()), "first", "second").save_pretrained(tmp_path)
+    model = peft.PeftModel.from_pretrained(randomised(DECODERS["llama"]()), tmp_path / "first").eval()
+    fuseopt.initialize(model, GENERATION)
+    first = assert_as_stock(model)
+    hotswap.prepare_model_for_compiled_hotswap(model, target_rank=24, check_compiled="ignore")
+    model.eval()
+    assert torch.equal(assert_as_stock(model), first)
+    hotswap.hotswap_adapter(model, str(tmp_path / "second"), adapter_name="default")
+    assert not torch.equal(assert_as_stock(model), first)
+    model.load_adapter(tmp_path / "first", "other")
+    model.base_model.set_adapter(["default", "other"])
+    assert_as_stock(model.eval())
+
+
 @pytest.mark.parametrize("of", [("q_proj", "v_proj"), ("o_proj",), ("gate_up_proj",), ("down_proj",), ("qkv_proj",)])
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_adapters_on_some_layers(family, of):
