@@ -86,8 +86,10 @@ def reasons(layer: Any) -> Iterator[str]:
         parts = layer.lora_A[name], layer.lora_B[name]
         if any(type(part) is not nn.Linear for part in parts):
             yield f"has the adapter {name!r}, whose factors are not torch.nn.Linear"
-        elif parts[1].bias is not None:
+        elif any(part.bias is not None for part in parts):
             yield f"has the adapter {name!r} with a bias of its own"
+        if type(layer.lora_dropout[name]) not in (nn.Dropout, nn.Identity):
+            yield f"has the adapter {name!r}, whose dropout is a {type(layer.lora_dropout[name]).__name__}"
     if capacity(layer) > MAX_RANK:
         yield f"has adapters of rank {capacity(layer)}, more than {MAX_RANK}"
 

@@ -236,6 +236,16 @@ def test_plan_and_report_say_it():
     assert "generate(): LoRA of ranks 3 to 5 on 14 linear layers, in the step" in str(fuseopt.report(model))
 
 
+def changed_lora(model, change):
+    for layer in with_lora(model, of=("up_proj",)).modules():
+        if hasattr(layer, "lora_A"):
+            change(layer)
+
+
+def set_bias(factors):
+    factors["default"].bias = nn.Parameter(torch.ones(factors["default"].out_features))
+
+
 def inject(config, model):
     peft.inject_adapter_in_model(config, model)
 
@@ -245,6 +255,14 @@ def inject(config, model):
     [
         (lambda model: with_lora(model, use_dora=True), "has the adapter 'default' of another kind, DoraLinear"),
         (lambda model: with_lora(model, lora_bias=True), "has the adapter 'default' with a bias of its own"),
+        (
+            lambda model: changed_lora(model, lambda layer: set_bias(layer.lora_A)),
+            "has the adapter 'default' with a bias of its own",
+        ),
+        (
+            lambda model: changed_lora(model, lambda layer: layer.lora_dropout.update({"default": nn.GELU()})),
+            "has the adapter 'default', whose dropout is a GELU",
+        ),
         (lambda model: with_lora(model, rank=300), "has adapters of rank 300, more than 256"),
         (
             lambda model: with_lora(model, target_modules=["embed_tokens"]),
