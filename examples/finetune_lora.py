@@ -4,9 +4,8 @@
     python examples/finetune_lora.py --steps 200 --batch 32      # on a GPU
 
 The model is `examples/checkpoints/gpt2-kjv`, the texts are the beginnings of verses in `prompts.txt`. Training: adapter
-first, then `fuseopt.initialize`. Generating: merge first, because a module with an adapter runs its stock forward, so
-`generate()` of an unmerged model is transformers' own. The second table compares the logits of each later model with
-those of the trained one.
+first, then `fuseopt.initialize`. Generating: the decode loop serves the adapter unmerged; a merged one is faster, and
+its forwards are fused too. The second table compares the logits of each later model with those of the trained one.
 """
 
 import argparse
@@ -61,7 +60,7 @@ def logits_of(model: torch.nn.Module, batch: BatchEncoding) -> Tensor:
 
 
 def tier_of_generate(model: torch.nn.Module, batch: BatchEncoding) -> str:
-    """Who decodes a call, from the report: the device loop (T0) or transformers (T2), with the reason."""
+    """Who decodes a call, from the report: the device loop (T0) or, with the reason, transformers (T2)."""
     with fuseopt.fused(model, {"generation": {"enable": True}}):
         model.generate(**batch, max_new_tokens=4, do_sample=False)
         lines = fuseopt.report(model).since

@@ -24,6 +24,8 @@ SLOW = {
     "gelu.cu",
     "layer_norm.cu",
     "layer_norm_bwd.cu",
+    "low_rank_bfloat16.cu",
+    "low_rank_float16.cu",
     "many_rows.cu",
     "mma.cu",
     "rms_norm_bwd.cu",

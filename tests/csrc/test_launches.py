@@ -199,8 +199,10 @@ def test_shapes_of_launches_of_float32(program: Path) -> None:
         (*base["down"], 1): ("fma", "96,1,1", "1"),
         (*base["down"], 8): ("fma", "192,1,1", "4"),
         (*base["query, key, value"], 128): ("tiles", "36,3,2", "3"),
-        (*base["cross-attention's query"], 128): ("tiles", "60,1,4", "5"),
+        (*base["cross-attention's query"], 128): ("tiles", "48,1,4", "4"),
         (*base["up"], 128): ("tiles", "96,1,2", "2"),
+        (*base["down"], 128): ("tiles", "96,1,2", "8"),
+        (*base["down"], 64): ("tiles", "96,1,2", "8"),
         (*base["head"], 128): ("tiles", "502,1,2", "1"),
     }
     lines = launches(program, "H200", list(cases), is_float32=True)

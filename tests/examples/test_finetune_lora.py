@@ -29,5 +29,5 @@ def test_adapter_is_trained_saved_reloaded_and_merged(tmp_path, capsys):
     assert float(differences["without the adapter"]) > 1e-2
     assert float(differences["reloaded"]) == 0.0
     assert float(differences["reloaded and merged"]) < 1e-3
-    assert re.search(r"^reloaded  .* T2 stock", printed, re.MULTILINE)
+    assert re.search(r"^reloaded  .* T0 device loop", printed, re.MULTILINE)
     assert re.search(r"^reloaded and merged  .* T0 device loop", printed, re.MULTILINE)

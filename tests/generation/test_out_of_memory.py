@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 import fuseopt
-from fuseopt.generation.engine.graphs import StepGraphs
+from fuseopt.generation.engine.graphs import StepGraphs, StepWork
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.generate import GenerateCall
 from fuseopt.generation.hf.step_proxy import StepModelProxy
@@ -186,6 +186,26 @@ def test_each_allocation_of_the_fast_forward_fails_once(family):
         if mode.count < fail_at:
             break
     assert tiers == {Tier.STOCK, Tier.FAST_FORWARD}
+
+
+def test_a_call_whose_tokens_processors_have_seen_is_not_decoded_anew():
+    """The error is raised, and the caller's cache holds the slots filled so far."""
+    model, own, calls = fuseopt.initialize(tiny.gpt2(), GENERATION), Adds(), 0
+    inputs = prompt(model, 2, 6, 3, padded=False)
+    cache, run_step = DynamicCache(), StepWork.__call__
+
+    def failing(work):
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            raise torch.OutOfMemoryError("no memory")
+        run_step(work)
+
+    with mock.patch.object(StepWork, "__call__", failing), pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        processors = LogitsProcessorList([own])
+        model.generate(**inputs, max_new_tokens=6, pad_token_id=0, logits_processor=processors, past_key_values=cache)
+    assert own.lengths == [6, 7, 8] and cache.get_seq_length() == 8
+    assert calls == 4  # the third step was tried twice
 
 
 def test_the_static_tensors_are_gone_when_transformers_decodes():

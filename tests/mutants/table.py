@@ -177,6 +177,27 @@ OPS = (
         ("tests/ops/test_process_logits.py",),
     ),
     Mutant(
+        "tiles of rows leave out the last lines",
+        "fuseopt/csrc/cpu/decode_tiles_body.h",
+        "last.lines = p.lines - whole;",
+        "last.lines = 0;",
+        ("tests/ops/decode/test_cpu_kernels.py",),
+    ),
+    Mutant(
+        "a replay gives an operation the recorded list itself",
+        "fuseopt/csrc/python/tape.h",
+        "c10::List<IValue> list = copied(argument.constant);",
+        "c10::List<IValue> list = argument.constant.toList();",
+        ("tests/runtime/test_recorded_runs.py",),
+    ),
+    Mutant(
+        "a replay follows the first recording, whatever later runs do",
+        "fuseopt/runtime/recorded_runs.py",
+        'difference = "its first run" if before is None else tape.difference(before)',
+        'difference = ""',
+        ("tests/runtime/test_recorded_runs.py",),
+    ),
+    Mutant(
         "a binding takes a mask of integers for one of floating point",
         "fuseopt/csrc/shared_arguments.h",
         '{{"input", kFloats}, {"mask", kFloats}}',

@@ -4,6 +4,7 @@
 #include <torch/headeronly/util/Half.h>
 
 #include <cstring>
+#include <memory>
 #include <type_traits>
 #include <utility>
 

@@ -376,9 +376,11 @@ Tensor decode_linear_low_rank(const Tensor& input, const std::vector<Tensor>& we
   constexpr const char* kOp = "fuseopt::decode_linear_low_rank: ";
   FUSEOPT_CHECK(b.size() == weights.size() && a.dim() == 2 && a.size(1) == weights[0].size(1), kOp,
                 "needs a of [R, K] and a factor b for each weight");
+  FUSEOPT_CHECK(dtype(a) == dtype(weights[0]), kOp, "a and b must have the weights' dtype");
   int64_t ranks = 0;
   for (size_t i = 0; i < b.size(); ++i) {
     FUSEOPT_CHECK(b[i].dim() == 2 && b[i].size(0) == weights[i].size(0), kOp, "b must be [N, its share of R]");
+    FUSEOPT_CHECK(dtype(b[i]) == dtype(a), kOp, "a and b must have the weights' dtype");
     ranks += b[i].size(1);
   }
   FUSEOPT_CHECK(ranks == a.size(0), kOp, "a has ", a.size(0), " rows, and the ranks of b add up to ", ranks);

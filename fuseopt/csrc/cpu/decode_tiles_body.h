@@ -134,7 +134,8 @@ inline Vector<Math> sums_of(Vector<Math> (&vectors)[kLanes<Math>]) {
     return vectors[0];
   } else {
     for (int i = 0; i < kCount; i += 2 * kDistance) {
-      vectors[i] = half_sums<Math, kDistance>(vectors[i], vectors[i + kDistance], std::make_integer_sequence<int, kCount>());
+      constexpr auto kEveryLane = std::make_integer_sequence<int, kCount>();
+      vectors[i] = half_sums<Math, kDistance>(vectors[i], vectors[i + kDistance], kEveryLane);
     }
     return sums_of<Math, 2 * kDistance>(vectors);
   }
@@ -200,6 +201,75 @@ void dot_tiles_of(const Products& p) {
   dot_lines_of<T>(last);
 }
 
+// The same for kColumns rows or somewhat fewer, of float and double: lanes are rows of the input, which is transposed
+// once, and a weight's elements are factors of all of them.
+// TUNED: EPYC 9004, one thread, 32 rows of float32 by [768, 768 to 3072]: 2.0 ms, by dot_tiles_of 2.5. 24 lines at once
+// take 5.5 ms if they lie a multiple of 4 KB apart.
+constexpr int kColumnLines = 12;
+template <typename Math>
+constexpr int64_t kColumns = 2 * kLanes<Math>;
+
+template <typename Math>
+inline void dot_columns(const Math* weight, int64_t line_stride, int64_t length, const Math* columns, int64_t rows,
+                        Math* output, int64_t output_stride, Prefetch& prefetch) {
+  constexpr int64_t kStep = kLanes<Math>;
+  Vector<Math> left[kColumnLines] = {}, right[kColumnLines] = {};
+  for (int64_t i = 0; i < length; ++i, columns += kColumns<Math>) {
+    prefetch.step();
+    const Vector<Math> first = load(columns), second = load(columns + kStep);
+    for (int line = 0; line < kColumnLines; ++line) {
+      const Math factor = weight[line * line_stride + i];
+      left[line] += first * factor;
+      right[line] += second * factor;
+    }
+  }
+  for (int line = 0; line < kColumnLines; ++line) {
+    Math results[kColumns<Math>];
+    store<Math>(results, left[line]);
+    store<Math>(results + kStep, right[line]);
+    for (int64_t row = 0; row < rows; ++row) output[row * output_stride + line] = results[row];
+  }
+}
+
+// Leaves out the last lines; returns how many it took.
+template <typename Math>
+inline int64_t dot_columns_of(const Products& p) {
+  const Math* input = static_cast<const Math*>(p.input);
+  const std::unique_ptr<Math[]> columns(new Math[p.length * kColumns<Math>]());
+  for (int64_t row = 0; row < p.rows; ++row) {
+    for (int64_t i = 0; i < p.length; ++i) columns[i * kColumns<Math> + row] = input[row * p.input_stride + i];
+  }
+  const int64_t whole = p.lines / kColumnLines * kColumnLines;
+  for (int64_t line = 0; line < whole; line += kColumnLines) {
+    const Math* weight = static_cast<const Math*>(p.weight) + line * p.line_stride;
+    Prefetch prefetch = Prefetch::of(weight + kColumnLines * p.line_stride, p.line_stride,
+                                     line + kColumnLines < whole ? kColumnLines : 0, p.length,
+                                     std::max<int64_t>(1, p.length));
+    dot_columns(weight, p.line_stride, p.length, columns.get(), p.rows, static_cast<Math*>(p.output) + line,
+                p.output_stride, prefetch);
+  }
+  return whole;
+}
+
+template <typename T, typename Math = MathOf<T>>
+void dot_rows_of(const Products& p) {
+  for (int64_t row = 0; row < p.rows; row += kColumns<Math>) {
+    Products some = p;
+    some.rows = std::min(kColumns<Math>, p.rows - row);
+    some.input = static_cast<const Math*>(p.input) + row * p.input_stride;
+    some.output = static_cast<Math*>(p.output) + row * p.output_stride;
+    if constexpr (std::is_same_v<T, Math> && FUSEOPT_VECTOR_BYTES == 64) {  // 16 registers do not hold such sums
+      if (4 * some.rows > 3 * kColumns<Math>) {
+        const int64_t whole = dot_columns_of<Math>(some);
+        some.weight = static_cast<const T*>(p.weight) + whole * p.line_stride;
+        some.output = static_cast<Math*>(some.output) + whole;
+        some.lines = p.lines - whole;
+      }
+    }
+    dot_tiles_of<T>(some);
+  }
+}
+
 #define FUSEOPT_BY_DTYPE(function, dtype, ...)                    \
   switch (dtype) {                                                \
     case kFloat32: return function<float>(__VA_ARGS__);           \
@@ -209,7 +279,7 @@ void dot_tiles_of(const Products& p) {
   }
 
 void dot_lines(const Products& products) { FUSEOPT_BY_DTYPE(dot_lines_of, products.dtype, products) }
-void dot_tiles(const Products& products) { FUSEOPT_BY_DTYPE(dot_tiles_of, products.dtype, products) }
+void dot_tiles(const Products& products) { FUSEOPT_BY_DTYPE(dot_rows_of, products.dtype, products) }
 void add_lines(const Products& products) { FUSEOPT_BY_DTYPE(add_lines_of, products.dtype, products) }
 void add_tiles(const Products& products) { FUSEOPT_BY_DTYPE(add_tiles_of, products.dtype, products) }
 void attend(const HeadAttention& attention) { FUSEOPT_BY_DTYPE(attend_of, attention.dtype, attention) }

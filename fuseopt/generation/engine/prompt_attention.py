@@ -113,7 +113,7 @@ class PromptAttention:
             if options is not None:
                 qkv = projected.unflatten(1, (-1, head_dim)).unflatten(0, self.size)
                 if self.in_prompt is not None:
-                    qkv = torch.where(self.in_prompt[:, None, None], qkv, 0)
+                    store(qkv, qkv, self.in_prompt[:, None, None])
                 query = ops.decode_rotary_store_(qkv, cache[0], cache[1], **options, pdl=True)
                 return query.transpose(1, 2)
         query, key, value = split_heads(projected, attention, kv_heads, head_dim)

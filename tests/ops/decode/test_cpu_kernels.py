@@ -45,7 +45,7 @@ def weight_of(layout: str, out_features: int, in_features: int, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["rows", "columns", "apart", "strided"])
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 13])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 13, 31, 45])
 def test_linear_layers_that_threads_share(rows: int, layout: str, dtype: torch.dtype, threads: int) -> None:
     torch.manual_seed(rows)
     in_features, out_features = 331, 277  # enough elements for several threads

@@ -79,7 +79,7 @@ GroupedShape grouped_shape(const DecodeAttention& attention) {
   // in clusters of 16 blocks, 7.5 with as many that leave parts; of 64 dimensions, clusters of 8: 5.8 and 6.3 (2992d6f).
   // Layers of Llama-3.2-1B, 1 row, 160 of 512 places: 707 us with clusters of two blocks, 669 with one of two stages.
   // One row of 32768 keys, behind a layer: 1 head of keys of 256 dimensions: 16.8 us with 128 blocks of 8 warps, 12.8 with
-  // 4 warps of 3 stages; 2 heads of 64: 8.9 with 128 blocks, 6.7 with 66 of 3 stages; 8 heads: 33 blocks are best (af8e5a5).
+  // 4 warps of 3 stages; 2 heads of 64: 8.9 with 128 blocks, 6.7 with 66 of 3 stages; 8 heads: 33 blocks are best (5b3e12e).
   constexpr int64_t kLongTiles = 128, kFewTiles = 16;
   constexpr unsigned kManyParts = 64;
   static_assert(Memory::fixed_bytes() + kMaxGroupedWarps / 2 * sizeof(typename Memory::Tiles) <= kLeastSharedBytesOfSm80);

@@ -28,20 +28,13 @@ __global__ void __launch_bounds__(kThreads) rotary_store_kernel(const __grid_con
   const auto vector_of = [&](const RotaryStore::Heads& of, int head) {
     return static_cast<T*>(of.data) + row * of.row_stride + token * of.token_stride + head * of.head_stride;
   };
-  const auto loaded = [&](int head) {
-    LaneVector<T> vector = {};
-    if (head < total) vector.load(vector_of(store.qkv, head), dim, head_dim, store.aligned);
-    return vector;
-  };
-  const int step = gridDim.y * kGroups;
-  int head = blockIdx.y * kGroups + lane / kGroup;
-  LaneVector<T> next = loaded(head);
-  for (int first = blockIdx.y * kGroups; first < total; first += step, head += step) {
-    LaneVector<T> vector = next;
-    next = loaded(head + step);  // in flight while this one is rotated and stored
+  for (int first = blockIdx.y * kGroups; first < total; first += gridDim.y * kGroups) {
+    const int head = first + lane / kGroup;
     const HeadPart part = head < heads              ? HeadPart::kQuery
                           : head < heads + kv_heads ? HeadPart::kKey
                                                     : HeadPart::kValue;
+    LaneVector<T> vector = {};
+    if (head < total) vector.load(vector_of(store.qkv, head), dim, head_dim, store.aligned);
     vector.template rotate<kGroup>(rotation, part, own_scratch);
     if (head >= total) continue;
     T* const to = part == HeadPart::kQuery ? vector_of(store.query, head)

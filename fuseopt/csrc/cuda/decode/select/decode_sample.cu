@@ -17,7 +17,7 @@ namespace {
 
 using By = CutBy;
 
-// TUNED: not measured.
+// TUNED: few threads fit beside a head's: top-k 50 at 1 row 17 -> 9 us over greedy (55188af). Others: not measured.
 constexpr int kMostThreads = 512, kFewThreads = 128, kSmallTopK = 64;
 constexpr int kMostBlocks = RowCutter<kMostThreads>::kMostBlocks, kMostPlaces = RowCutter<kMostThreads>::kMostPlaces;
 

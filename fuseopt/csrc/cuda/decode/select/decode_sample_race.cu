@@ -3,8 +3,8 @@
 // checked: a token is kept if the weights of all that come before it in the filter's order add up to less than the cut.
 // A token that is not kept excludes all after it in that order, and the rest run again, seldom more than once.
 //
-// A cluster of blocks has a row. Blocks are small enough to start beside a head's, while these still read weights. Until
-// the logits are there, a race without them is rehearsed, and numbers are drawn.
+// A cluster of blocks has a row. Numbers are drawn before the wait for the logits. Blocks are small enough to start
+// beside a head's, while these still read weights.
 #include "cuda/decode/select/end_of_step.cuh"
 #include "cuda/decode/select/race_runner.cuh"
 #include "cuda/decode/select/decode_sample_race.h"
@@ -12,10 +12,9 @@
 namespace fuseopt::decode_sample_race {
 namespace {
 
-constexpr int kMostRehearsed = 8;  // rows: a head's blocks of more leave no registers to blocks beside them
-
 template <typename T, Cut kCut>
 __global__ void __launch_bounds__(kThreads, 8) race_kernel(const __grid_constant__ Race race) {
+#if __CUDA_ARCH__ >= 900  // `takes` refuses older devices
   __shared__ Storage storage;
   extern __shared__ float4 shared_slots[];
   const DecodeSelect& select = race.of.select;
@@ -28,28 +27,19 @@ __global__ void __launch_bounds__(kThreads, 8) race_kernel(const __grid_constant
   const LogitsChunk<T, kThreads, kPerThread<T, kCut>> first(select.scores, row, first_chunk, select.vocabulary);
   float* const slots = reinterpret_cast<float*>(shared_slots);
   Runner<T, kCut> runner = {race, storage, row, slots, first.token_at(0), rank, size * kWarps};
-  Entrant winner;
-  // A step reads more than the caches hold, so instructions come from memory. A rehearsal fetches them before the wait.
-  bool is_rehearsal = select.pdl && select.rows <= kMostRehearsed;
+  if (select.divisors == nullptr) {
+#pragma unroll 1
+    for (int c = 0; c < race.chunks_of_block; ++c) runner.draw_numbers(c);
+  }
   wait_at_cluster_barrier();  // all blocks have started
+  runner.load_and_run(first_chunk);
+  Entrant winner;
 #pragma unroll 1
-  while (true) {
-    runner.restart();
-    if (!is_rehearsal && select.divisors == nullptr) {
-#pragma unroll 1
-      for (int c = 0; c < race.chunks_of_block; ++c) runner.draw_numbers(c);
-    }
-    runner.load_and_run(first_chunk, is_rehearsal);
-#pragma unroll 1
-    for (bool is_first = true;; is_first = false) {
-      runner.compare(is_first);
-      if (runner.decide(winner) || is_rehearsal) break;
-      runner.run_again();
-      cluster_barrier();  // all have read what `compare` sends anew
-    }
-    if (!is_rehearsal) break;
-    cluster_barrier();
-    is_rehearsal = false;
+  for (bool is_first = true;; is_first = false) {
+    runner.compare(is_first);
+    if (runner.decide(winner)) break;
+    runner.run_again();
+    cluster_barrier();  // all have read what `compare` sends anew
   }
   if (rank > 0) return;
   const Candidate<float> best = {key_of(winner.ratio), winner.token};
@@ -60,6 +50,7 @@ __global__ void __launch_bounds__(kThreads, 8) race_kernel(const __grid_constant
   if (threadIdx.x == 0) storage.best = best;
   __syncthreads();
   end_step(select, &storage.best, 1);
+#endif
 }
 
 template <typename T, Cut kCut>
