@@ -108,8 +108,9 @@ def _skips_prefetch(layer: Linear) -> bool:
     The kernels decide so too (`most_held_bytes` in csrc/cuda/decode/linear/params.cuh). Which kernel takes a layer is
     another question, with a lower limit for a long K: `exceeds_registers` there.
     """
-    device = layer.weights[0].device
-    held_bytes = tuned("decode_linear_held_bytes", device) * multiprocessors(device)
+    weight = layer.weights[0]
+    name = "decode_linear_held_bytes" if weight.T.is_contiguous() else "decode_linear_nk_held_bytes"
+    held_bytes = tuned(name, weight.device) * multiprocessors(weight.device)
     return sum(weight.nbytes for weight in layer.weights) >= held_bytes
 
 

@@ -131,16 +131,16 @@ def test_layers_of_decoders(
 @pytest.mark.parametrize(
     ("rows", "columns", "widths", "options", "kernel"),
     [
-        (1, 2048, (2048, 512, 512), {"norm": "rms_norm"}, "streamed_nk_kernel<[^>]*, true, 1, 3, false>"),
-        (1, 8192, (2048,), {}, "streamed_nk_kernel<[^>]*, false, 1, 3, false>"),
+        (1, 2048, (3072, 1024, 1024), {"norm": "rms_norm"}, "streamed_nk_kernel<[^>]*, true, 1, 3, false, false>"),
+        (1, 8192, (2048,), {}, "streamed_nk_kernel<[^>]*, false, 1, 3, false, false>"),
         (
             1,
             2048,
             (8192, 8192),
             {"activation": "silu", "gated": True},
-            "streamed_nk_kernel<[^>]*, false, 1, 3, false>",
+            "streamed_nk_kernel<[^>]*, false, 1, 3, false, false>",
         ),
-        (16, 4096, (4096, 1024, 1024), {"norm": "rms_norm"}, "streamed_nk_kernel<[^>]*, true, 2, 2, false>"),
+        (16, 4096, (4096, 1024, 1024), {"norm": "rms_norm"}, "streamed_nk_kernel<[^>]*, true, 2, 2, false, false>"),
         (1, 1024, (2048, 1024, 1024), {"norm": "gemma_rms_norm"}, "skinny_mma_kernel"),
         (1, 1001, (40, 24, 24), {}, "plain_kernel"),
     ],

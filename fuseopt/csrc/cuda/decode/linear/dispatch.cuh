@@ -160,12 +160,9 @@ bool takes_mma(const DecodeLinear& layer) {
   return compute_capability_major() >= 8 && suits_mma<T>(layer);
 }
 
-// Whether the streaming kernel for weights [N, K] takes a layer. It takes any gated pair without a norm. Its limit for
-// output projections is lower, as skinny_mma's registers keep the next kernel's blocks from starting.
+// Whether the streaming kernel for weights [N, K] takes a layer. It takes any gated pair without a norm.
 inline bool takes_streamed_nk(const DecodeLinear& layer) {
-  const bool is_output = layer.norm == kNoNorm && layer.rows <= kHalfRows &&
-                         weight_bytes(layer) >= tuning().decode_linear_output_held_bytes * multiprocessor_count();
-  const bool is_large = exceeds_registers(layer) || is_output || (layer.gated && layer.norm == kNoNorm);
+  const bool is_large = exceeds_registers(layer) || (layer.gated && layer.norm == kNoNorm);
   return !layer.weights_are_transposed && is_large && StreamedNKPlan(layer).per_multiprocessor() > 0;
 }
 

@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kLineThreads, 1) decode_linear_gemv_kernel(con
 // Whether it is an output projection between layers that exceed the registers.
 inline bool is_beside_large(const DecodeLinear& layer) {
   return layer.norm == kNoNorm && layer.in_features <= layer.out_features && 
-         tuning().decode_linear_gemv_beside_large * weight_bytes(layer) >= most_held_bytes();
+         tuning().decode_linear_gemv_beside_large * weight_bytes(layer) >= most_held_bytes(true);
 }
 
 // How a layer's work is shared out. A smaller layer than those behind it leaves them multiprocessors to start on.

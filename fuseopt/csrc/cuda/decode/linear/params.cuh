@@ -12,7 +12,10 @@ constexpr int kLaneValues = 8;
 constexpr int kHalfRows = 8;
 
 // Bytes of weights that blocks, one a multiprocessor, hold in registers before they wait. Layers with more skip prefetch.
-inline int64_t most_held_bytes() { return tuning().decode_linear_held_bytes * multiprocessor_count(); }
+inline int64_t most_held_bytes(bool weights_are_transposed) {
+  const int64_t of_one = weights_are_transposed ? tuning().decode_linear_held_bytes : tuning().decode_linear_nk_held_bytes;
+  return of_one * multiprocessor_count();
+}
 
 inline int64_t weight_bytes(const DecodeLinear& layer) { 
   return output_columns(layer) * layer.in_features * (layer.gated ? 2 : 1) * 2;
@@ -21,8 +24,9 @@ inline int64_t weight_bytes(const DecodeLinear& layer) {
 // Whether a layer has more bytes than blocks hold in registers, a lower limit if K is long. Streaming kernels take it.
 inline bool exceeds_registers(const DecodeLinear& layer) {
   const int64_t bytes = weight_bytes(layer);
-  return bytes >= most_held_bytes() || (layer.in_features > tuning().decode_linear_long_k &&
-                                        bytes >= tuning().decode_linear_long_k_held_bytes * multiprocessor_count());
+  return bytes >= most_held_bytes(layer.weights_are_transposed) ||
+         (layer.in_features > tuning().decode_linear_long_k &&
+          bytes >= tuning().decode_linear_long_k_held_bytes * multiprocessor_count());
 }
 
 // DecodeLinear in fewer 32-bit words: each one that a kernel reads may miss the constant cache.
@@ -97,7 +101,7 @@ MmaLayer<T> mma_layer(const DecodeLinear& layer) {
   }
   int64_t prefetch_bytes = 0;
   for (int64_t bytes : layer.prefetch_bytes) prefetch_bytes += bytes;
-  for (int i = 0; i < DecodeLinear::kMaxWeights && prefetch_bytes < most_held_bytes(); ++i) {
+  for (int i = 0; i < DecodeLinear::kMaxWeights && prefetch_bytes < most_held_bytes(layer.weights_are_transposed); ++i) {
     mma.prefetch[i] = static_cast<const char*>(layer.prefetch[i]);
     mma.prefetch_bytes[i] = static_cast<int>(layer.prefetch_bytes[i]);
   }

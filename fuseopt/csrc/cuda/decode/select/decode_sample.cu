@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kThreads, kShared ? 1024 / kThreads : 1)
   }
   if (few == 0) {
     best = draw_of_row(cutter, row);
-    if (of.highest != nullptr) return;
+    if (of.highest != nullptr) return cluster_barrier();  // all have read the first block's count of entries
     best = best_of_block<RowCutter::kWarps>(best);
     if (threadIdx.x == 0) {
       store_to_block(&candidates[cutter.rank], 0, static_cast<unsigned long long>(best.key) << 32 | (INT32_MAX - best.token));
@@ -242,6 +242,7 @@ __global__ void __launch_bounds__(kThreads, kShared ? 1024 / kThreads : 1)
     if (cutter.rank > 0) return;
     float2* const values = reinterpret_cast<float2*>(row.scores);
     best = draw_of_few(cutter, row, few, values);
+    cluster_barrier();  // the others have read the count of entries, and ended
     if (of.highest != nullptr) return;
     best = best_of_block<RowCutter::kWarps>(best);
   }

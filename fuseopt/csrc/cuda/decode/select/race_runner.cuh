@@ -249,6 +249,7 @@ struct Runner {
 
   // Sends the warp's fastest token and its weights to all blocks, then finds the row's fastest ones and weights.
   __device__ void compare(bool is_first) {
+    __syncwarp();  // scores of other lanes
     own.take_fastest();
     const float score = own.ratio < 0 ? 0 : slots[own.token - begin];
     const int place = rank * kWarps + warp;

@@ -46,14 +46,16 @@ class RowCutter {
   static __device__ unsigned low_of(Entry entry) { return static_cast<unsigned>(entry); }
 
   struct Storage {
+    // Other blocks store gathered entries as soon as they have read the parts.
     union {
       unsigned parts[2][kBins];  // this block's histogram: counts, or the lower and upper halves of weights
-      Entry sorted[kBins];
-      Weight weights[kBins];     // of gathered entries
+      Entry entries[kBins];      // gathered
     };
+    // What is written here is stored after a barrier of the cluster that follows the last reader.
     union {
       Weight totals[kBins];  // of all blocks
-      Entry entries[kBins];  // gathered
+      Entry sorted[kBins];
+      Weight weights[kBins];  // of gathered entries
       struct {
         alignas(16) float highest[kGroups];
         float negated_lowest[kMostBlocks * kWarps];
