@@ -24,11 +24,12 @@ class Update(NamedTuple):
     Attributes:
         a: [rank, K].
         b: [N, rank].
+        scale: a tensor without dimensions if the layer has been prepared for peft's `hotswap_adapter`.
     """
 
     a: Tensor
     b: Tensor
-    scale: float
+    scale: float | Tensor
 
 
 def is_lora_linear(module: object) -> bool:
@@ -42,9 +43,12 @@ def without_lora(module: Any) -> Any:
 
 
 def capacity(layer: Any) -> int:
-    """The rank that a layer's updates need at most while one adapter is active, or that the active ones need now."""
-    active = sum(layer.r[name] for name in layer.active_adapters if name in layer.lora_A)
-    return max(active, *layer.r.values())
+    """The rank that a layer's updates need at most while one adapter is active, or that the active ones need now.
+
+    0 without adapters. `layer.r` is less where peft has padded the factors, for `hotswap_adapter`.
+    """
+    ranks = {name: len(a.weight) for name, a in layer.lora_A.items() if type(a) is nn.Linear}
+    return max(sum(ranks.get(name, 0) for name in layer.active_adapters), *ranks.values(), 0)
 
 
 def state_of(layer: nn.Module) -> tuple[Any, ...]:
@@ -82,8 +86,10 @@ def reasons(layer: Any) -> Iterator[str]:
         parts = layer.lora_A[name], layer.lora_B[name]
         if any(type(part) is not nn.Linear for part in parts):
             yield f"has the adapter {name!r}, whose factors are not torch.nn.Linear"
-        elif parts[1].bias is not None:
+        elif any(part.bias is not None for part in parts):
             yield f"has the adapter {name!r} with a bias of its own"
+        if type(layer.lora_dropout[name]) not in (nn.Dropout, nn.Identity):
+            yield f"has the adapter {name!r}, whose dropout is a {type(layer.lora_dropout[name]).__name__}"
     if capacity(layer) > MAX_RANK:
         yield f"has adapters of rank {capacity(layer)}, more than {MAX_RANK}"
 
@@ -114,7 +120,7 @@ class LoraLayers:
 def described(layers: Mapping[str, nn.Module]) -> str:
     """Ranks, number, and who adds the updates, such as "LoRA of rank 16 on 14 linear layers, in the step"."""
     found: list[Any] = list(layers.values())
-    ranks = sorted({rank for layer in found for rank in layer.r.values()})
+    ranks = sorted({rank for layer in found for rank in layer.r.values()}) or [0]
     of = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     reason, _ = LoraLayers(layers).look()
     where = "in the step" if reason is None else f"by transformers: {reason}"

@@ -185,6 +185,34 @@ def test_initialised_before_the_adapters_come():
     assert torch.equal(assert_as_stock(unloaded), plain)
 
 
+def test_the_last_adapter_is_deleted():
+    model = randomised(DECODERS["llama"]())
+    wanted = tokens(model)
+    tuner = adapted(model, "first").base_model
+    fuseopt.initialize(model, GENERATION)
+    assert not torch.equal(assert_as_stock(model), wanted)
+    tuner.delete_adapter("first")
+    assert torch.equal(assert_as_stock(model), wanted)
+    assert "LoRA of rank 0 on 14 linear layers, in the step" in str(fuseopt.report(model))
+
+
+def test_adapters_swapped_in_place(tmp_path):
+    """peft pads their factors beyond the rank that the layers say, and makes tensors of their scales."""
+    hotswap = pytest.importorskip("peft.utils.hotswap")
+    adapted(randomised(DECODERS["llama"]()), "first", "second").save_pretrained(tmp_path)
+    model = peft.PeftModel.from_pretrained(randomised(DECODERS["llama"]()), tmp_path / "first").eval()
+    fuseopt.initialize(model, GENERATION)
+    first = assert_as_stock(model)
+    hotswap.prepare_model_for_compiled_hotswap(model, target_rank=24, check_compiled="ignore")
+    model.eval()
+    assert torch.equal(assert_as_stock(model), first)
+    hotswap.hotswap_adapter(model, str(tmp_path / "second"), adapter_name="default")
+    assert not torch.equal(assert_as_stock(model), first)
+    model.load_adapter(tmp_path / "first", "other")
+    model.base_model.set_adapter(["default", "other"])
+    assert_as_stock(model.eval())
+
+
 @pytest.mark.parametrize("of", [("q_proj", "v_proj"), ("o_proj",), ("gate_up_proj",), ("down_proj",), ("qkv_proj",)])
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_adapters_on_some_layers(family, of):
@@ -208,6 +236,16 @@ def test_plan_and_report_say_it():
     assert "generate(): LoRA of ranks 3 to 5 on 14 linear layers, in the step" in str(fuseopt.report(model))
 
 
+def changed_lora(model, change):
+    for layer in with_lora(model, of=("up_proj",)).modules():
+        if hasattr(layer, "lora_A"):
+            change(layer)
+
+
+def set_bias(factors):
+    factors["default"].bias = nn.Parameter(torch.ones(factors["default"].out_features))
+
+
 def inject(config, model):
     peft.inject_adapter_in_model(config, model)
 
@@ -217,6 +255,14 @@ def inject(config, model):
     [
         (lambda model: with_lora(model, use_dora=True), "has the adapter 'default' of another kind, DoraLinear"),
         (lambda model: with_lora(model, lora_bias=True), "has the adapter 'default' with a bias of its own"),
+        (
+            lambda model: changed_lora(model, lambda layer: set_bias(layer.lora_A)),
+            "has the adapter 'default' with a bias of its own",
+        ),
+        (
+            lambda model: changed_lora(model, lambda layer: layer.lora_dropout.update({"default": nn.GELU()})),
+            "has the adapter 'default', whose dropout is a GELU",
+        ),
         (lambda model: with_lora(model, rank=300), "has adapters of rank 300, more than 256"),
         (
             lambda model: with_lora(model, target_modules=["embed_tokens"]),

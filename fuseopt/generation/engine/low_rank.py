@@ -36,13 +36,13 @@ class LoraPart(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """An adapter's factors, and where they go."""
+    """An adapter's factors, where they go, and their scale, a tensor after peft's preparation for `hotswap_adapter`."""
 
     a: Tensor
     from_a: Tensor
     b: Tensor
     from_b: Tensor
-    scale: float
+    scale: float | Tensor
 
 
 class LowRank:
@@ -119,6 +119,8 @@ class LowRankUpdates:
             if state != self._state:
                 torch._foreach_zero_([buffer for each in self.low_ranks for buffer in (each.a, *each.b)])
                 copies = [copy for each in self.low_ranks for copy in each.copies()]
+                if any(isinstance(copy.scale, Tensor) for copy in copies):
+                    copies = [copy._replace(scale=torch.as_tensor(copy.scale, device=copy.b.device)) for copy in copies]
                 self._state, self._copies = state, tuple(map(list, zip(*copies, strict=True)))
             if self._copies:
                 a, from_a, b, from_b, scales = self._copies
