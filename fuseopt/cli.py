@@ -90,7 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fuseopt {fuseopt.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    demo = _command(commands, "demo", "fuse two models, compare their tokens with stock, and time both on this machine")
+    demo = _command(
+        commands, "demo", "fuse small models, compare their tokens with stock, and time both on this machine"
+    )
     demo.add_argument("--quick", action="store_true", help="tiny models, in seconds: shows that it works, not how fast")
     add_device(demo)
     demo.add_argument(

@@ -95,8 +95,8 @@ class Measurements:
         table = [[printable(cell) for cell in line] for line in self.cells()]
         width = min(_LONGEST_NAME, max(len(name) for name, *_ in table))
         for name, time, gain, note in table:
-            line = f"  {clipped(name, width):<{width}}  {time:>7}  {gain:>6}  {note}".rstrip()
-            yield clipped(line, _WIDTH)
+            figures = f"  {clipped(name, width):<{width}}  {time:>7}  {gain:>6}  "
+            yield (figures + clipped(note, _WIDTH - len(figures))).rstrip()
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON types; `from_dict` of it is equal."""

@@ -111,7 +111,10 @@ def _add_generate(parser: Any) -> None:
         "--first-call", action="store_true", help="time the first call of a fresh process too, for each row and system"
     )
     parser.add_argument(
-        "--lora", type=command_options.positive, metavar="RANK", help="LoRA adapters: unmerged, then merged; needs peft"
+        "--lora",
+        type=command_options.positive,
+        metavar="N",
+        help="LoRA adapters of rank N, unmerged, then merged; needs peft; default: none",
     )
 
 

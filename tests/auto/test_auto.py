@@ -15,6 +15,7 @@ from fuseopt import apply
 from fuseopt.auto import search
 from fuseopt.config import Config
 from fuseopt.errors import ConfigError, InputsError
+from fuseopt.measurements import MeasuredChoice, Measurements
 from tests import tiny
 
 BLOCK = "GPT2InferenceForward"  # what FusedBlock puts in
@@ -75,6 +76,13 @@ def test_keeps_the_fastest_kernel_and_says_what_it_measured(clock):
     assert "FusedGELU " in printed and "2.00x  kept" in printed and max(map(len, printed.splitlines())) <= 120
     assert json.loads(report.to_json())["measured"]["choices"][0]["seconds"] == 1.0
     assert "<td>2.00x</td>" in report.to_html()
+
+
+def test_a_long_note_does_not_hide_the_time_or_the_gain():
+    choice = MeasuredChoice("inference, " * 9, 0.0157, 4.92, "within noise of " + "inference, without FusedGELU, " * 3)
+    measured = Measurements("GPT2LMHeadModel", "a forward", "a CPU", "2026-11-30", 1.0, 180.0, (choice,))
+    *_, line = measured.lines()
+    assert "  15.7 ms   4.92x  within noise of " in line and len(line) <= 118
 
 
 def test_the_kept_config_does_the_same_when_it_is_passed_elsewhere(clock):

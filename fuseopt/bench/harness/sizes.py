@@ -74,6 +74,10 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "gpt2",
         {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 256, "vocab_size": 4096, **_NO_ENDS},
     ),
+    "llama-kjv": (
+        "llama",
+        _llama(256, 704, 4, 4, 2, 2938, max_position_embeddings=256, tie_word_embeddings=True, **_NO_ENDS),
+    ),
     "t5-kjv": ("t5", {"d_model": 256, "d_ff": 768, "num_layers": 3, "num_heads": 4, "vocab_size": 4096}),
     "t5-small": ("t5", {"d_model": 512, "d_ff": 2048, "num_layers": 6, "num_heads": 8}),
     "t5-base": ("t5", {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12}),
