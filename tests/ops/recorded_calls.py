@@ -11,9 +11,11 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from fuseopt import ops
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
 from fuseopt.ops.decode.head_rotation import HeadRotation
+from fuseopt.ops.decode.low_rank import exchange_size
 from tests.ops.cases import results, tensors
 
 CALLS_OF_AN_OP = 3
@@ -145,6 +147,10 @@ def further_calls(target: Target, calls: dict[OpOverload, list[Call]]) -> Iterat
         query, key, value, cache[0], cache[1], position, None, kept, bias, ancestry, 1.0, *rotation, 0, 0.0, False
     )
     if target.backend == "cuda":
+        low_rank = [torch.randn(s, device=device).bfloat16() for s in ((2, 64), (40, 64), (8, 64), (40, 8))]
+        exchange = torch.zeros(exchange_size(low_rank[2]), dtype=torch.int64, device=device)
+        exchange[0] = 1  # a ticket
+        yield lambda: ops.decode_linear_low_rank(*low_rank, exchange=exchange, backend="cuda")
         yield lambda: raw.takes_short_attention(torch.randn(1, 2, 3, 8, device=device, dtype=torch.float64))
         left, right, shift = (torch.randn(s, device=device).bfloat16() for s in ((16, 32), (32, 24), (24,)))
         yield lambda: raw.tuned_matmul_gelu(left, right, shift, False)

@@ -23,6 +23,7 @@ from fuseopt.ops.decode.linear import (
     out_columns,
     output_dtype,
 )
+from fuseopt.ops.decode.linear_partials import is_at_an_address
 from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
 
 KERNEL_ROWS = 8
@@ -64,6 +65,11 @@ _LAYER = (
 RAW = define(f"decode_linear_low_rank{_LAYER} -> Tensor", _fake)
 # Of tensors without an address nobody knows.
 RAW_TAKES = define(f"takes_low_rank{_LAYER} -> bool", lambda *arguments: False)
+
+
+def takes_low_rank(input: Tensor, *others: Any) -> bool:
+    """True if one launch computes the layer, whose other arguments are the raw op's. The CUDA kernels must be there."""
+    return is_at_an_address(input) and RAW_TAKES["cuda"](input, *others)
 
 
 def exchange_size(a: Tensor) -> int:
@@ -198,9 +204,10 @@ def decode_linear_low_rank(
     if chosen == "reference":
         return _reference(input, weights, biases, a, factors, residual, *of_norm, activation or "", gated)
     ending = residual, *of_norm, activation or "", gated, pdl, list(prefetch)
-    if chosen == "cpu" or RAW_TAKES[chosen](input, weights, biases, a, factors, exchange, *ending):
+    if chosen == "cpu" or takes_low_rank(input, weights, biases, a, factors, exchange, *ending):
         return RAW[chosen](input, weights, biases, a, factors, exchange, *ending)
-    return _composed(input, weights, biases, a, factors, *ending)
+    with without_autocast(input):
+        return _composed(input, weights, biases, a, factors, *ending)
 
 
 def _reference(

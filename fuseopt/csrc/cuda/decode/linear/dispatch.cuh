@@ -210,6 +210,15 @@ bool accepts_partials(const DecodeLinear& layer) {
   return plan.blocks == 1 && plan.stages == 3;
 }
 
+// Whether the streaming kernel takes a layer with updates: also one behind a norm whose K is too long for skinny_mma's.
+template <typename T>
+bool streams_low_rank(const DecodeLinear& layer) {
+  constexpr int64_t kMostGated = kMostColumns<T, T, 4, 4, 1, true>, kMost = kMostColumns<T, T, 2, 4, 1, true>;
+  const bool is_long = layer.norm != kNoNorm && layer.in_features > (layer.gated ? kMostGated : kMost);
+  return takes_streamed_nk(layer) ||
+         (is_long && !layer.weights_are_transposed && StreamedNKPlan(layer).per_multiprocessor() > 0);
+}
+
 template <typename T>
 bool takes_low_rank(const DecodeLinear& layer) {
   if (!takes_mma<T>(layer) || layer.rows > DecodeLinear::kLowRankRows || layer.input.dtype != kDType<T>) return false;
@@ -220,7 +229,7 @@ bool takes_low_rank(const DecodeLinear& layer) {
     ranks += layer.low_ranks[i];
   }
   suits &= ranks > 0;
-  if (takes_streamed_nk(layer)) return suits;
+  if (streams_low_rank<T>(layer)) return suits;
   const bool has_norm = layer.norm != kNoNorm;
   const int64_t most = layer.gated ? kMostColumns<T, T, 4, 4, 1, true> : kMostColumns<T, T, 2, 4, 1, true>;
   return suits && (has_norm ? layer.in_features <= most : !layer.gated);
@@ -230,7 +239,7 @@ template <typename T>
 cudaError_t launch_low_rank(const DecodeLinear& layer, cudaStream_t stream) {
   constexpr auto kNK = Layout::kRowMajorNK, kKN = Layout::kColMajorKN;
   const bool has_norm = layer.norm != kNoNorm;
-  if (takes_streamed_nk(layer)) return launch_streamed_nk_low_rank<T>(layer, stream);
+  if (streams_low_rank<T>(layer)) return launch_streamed_nk_low_rank<T>(layer, stream);
   if (layer.weights_are_transposed) {
     return has_norm ? launch_skinny_mma_for<T, kKN, true, false, 1, true>(layer, stream)
                     : launch_skinny_mma_for<T, kKN, false, false, 1, true>(layer, stream);

@@ -2,8 +2,9 @@
 //
 // The first blocks of the grid multiply a row of `a` each with the input, and leave the products in global memory together
 // with the call's ticket. Every block reads the products after its own sums over K, when they are there as a rule. A
-// block leaves its products before it reads any, and those that leave some are so few that all of them run at once, so
-// no block waits for one that cannot start. Both factors are loaded before the wait for the previous kernel.
+// block leaves its products before it reads any, and those that leave some are so few that all of them run at once as a
+// rule. Where they do not, a block does not wait for ever for one that cannot start: it computes what it lacks. Both
+// factors are loaded before the wait for the previous kernel.
 #pragma once
 
 #include "cuda/decode/linear/row_moments.cuh"
@@ -33,20 +34,22 @@ __device__ inline void leave_value(uint64_t* word, float value, unsigned ticket)
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(both) : "memory");
 }
 
-__device__ inline float await_value(const uint64_t* word, unsigned ticket) {
-  constexpr int kMostTries = 1 << 22;  // seconds
-  uint64_t both;
+// False after some milliseconds: the block that is to leave the value may not run before this one ends.
+__device__ inline bool await_value(const uint64_t* word, unsigned ticket, float& value) {
+  constexpr int kMostTries = 1 << 14;
 #pragma unroll 1
-  for (int tries = 0;; ++tries) {
+  for (int tries = 0; tries < kMostTries; ++tries) {
+    uint64_t both;
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(both) : "l"(word) : "memory");
-    if (static_cast<unsigned>(both >> 32) == ticket) return __uint_as_float(static_cast<unsigned>(both));
-    if (tries == kMostTries) __trap();
+    value = __uint_as_float(static_cast<unsigned>(both));
+    if (static_cast<unsigned>(both >> 32) == ticket) return true;
   }
+  return false;
 }
 
 // A block's row of `a`, of which a thread has kHeld pieces before the wait. With more blocks than rows of `a`, several
 // share out the rows of the input.
-template <typename T, int kHeld>
+template <typename T, bool kNorm, int kHeld>
 class RankRow {
  public:
   // `block` of layer.rank_blocks; there is nothing to do for blocks after these.
@@ -69,7 +72,7 @@ class RankRow {
 
   // Leaves the block's products; after a norm, divided by what multiplies the sums over K later if `scales_later`. By all
   // threads of a block. `place(row, warp)`: kSums floats of shared memory.
-  template <bool kNorm, typename Place>
+  template <typename Place>
   __device__ void leave_products(const MmaLayer<T>& layer, bool scales_later, unsigned ticket, Place place) {
     const int warps = blockDim.x / kWarpSize, warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     const int used = !kNorm ? kProduct + 1 : layer.is_layer_norm ? kSums : kSquares + 1;
@@ -78,16 +81,16 @@ class RankRow {
 #pragma unroll 1
       for (int row = first_row_; row < layer.rows; row += row_step_) {
         float sums[kSums] = {};
-        const float pivot = kNorm && layer.is_layer_norm ? to_float(load_fresh(input_at(layer, row))[0]) : 0.f;
+        const float pivot = pivot_of(layer, row);
         if (rank == rank_) {
 #pragma unroll
-          for (int i = 0; i < kHeld; ++i) add<kNorm>(sums, layer, pivot, k_of(i), a_[i], x_[i]);
+          for (int i = 0; i < kHeld; ++i) add(sums, layer, pivot, k_of(i), a_[i], x_[i]);
           if (row + row_step_ < layer.rows) fetch_row(layer, row + row_step_);
         }
 #pragma unroll 1
         for (int i = rank == rank_ ? kHeld : 0; k_of(i) < layer.in_features; ++i) {
           const Piece x = load_fresh(input_at(layer, row) + k_of(i));
-          add<kNorm>(sums, layer, pivot, k_of(i), load_once<uint4>(row_at(layer, rank) + k_of(i)), x);
+          add(sums, layer, pivot, k_of(i), load_once<uint4>(row_at(layer, rank) + k_of(i)), x);
         }
 #pragma unroll
         for (int s = 0; s < (kNorm ? kSums : 1); ++s) {
@@ -108,18 +111,24 @@ class RankRow {
         for (int s = 0; s < (kNorm ? kSums : 1); ++s) {
           if (s < used) sums[s] = warp_reduce<Sum>(sums[s]);
         }
-        float product = sums[kProduct];
-        if constexpr (kNorm) {
-          const float above = sums[kInput] * layer.reciprocal;
-          const float variance = fmaf(-above, above, sums[kSquares] * layer.reciprocal) + layer.eps;
-          product -= above * sums[kSlope];
-          product = scales_later ? fmaf(sums[kOffset], sqrtf(variance), product)
-                                 : fmaf(product, rsqrtf(variance), sums[kOffset]);
-        }
+        const float product = product_of(sums, layer, scales_later);
         if (lane < kExchangeCopies) leave_value(word_of(layer, lane, row, rank), product, ticket);
       }
       __syncthreads();
     }
+  }
+
+  // A product as `leave_products` leaves it, by one thread.
+  static __device__ __noinline__ float multiply(const MmaLayer<T>& layer, bool scales_later, int row, int rank) {
+    float sums[kSums] = {};
+    const float pivot = pivot_of(layer, row);
+#pragma unroll 1
+    for (int k = 0; k < layer.in_features; k += kLaneValues) {
+      add(sums, layer, pivot, k, load_once<uint4>(row_at(layer, rank) + k), load_fresh(input_at(layer, row) + k));
+    }
+    // Only LayerNorm has a mean.
+    if (!layer.is_layer_norm) sums[kInput] = sums[kSlope] = sums[kOffset] = 0.f;
+    return product_of(sums, layer, scales_later);
   }
 
  private:
@@ -136,6 +145,18 @@ class RankRow {
     return static_cast<const T*>(layer.input) + row * layer.in_features;
   }
 
+  static __device__ float pivot_of(const MmaLayer<T>& layer, int row) {
+    return kNorm && layer.is_layer_norm ? to_float(load_fresh(input_at(layer, row))[0]) : 0.f;
+  }
+  static __device__ float product_of(const float (&sums)[kSums], const MmaLayer<T>& layer, bool scales_later) {
+    if constexpr (!kNorm) return sums[kProduct];
+    const float above = sums[kInput] * layer.reciprocal;
+    const float variance = fmaf(-above, above, sums[kSquares] * layer.reciprocal) + layer.eps;
+    const float product = sums[kProduct] - above * sums[kSlope];
+    return scales_later ? fmaf(sums[kOffset], sqrtf(variance), product)
+                        : fmaf(product, rsqrtf(variance), sums[kOffset]);
+  }
+
   __device__ void fetch_row(const MmaLayer<T>& layer, int row) {
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
@@ -144,7 +165,6 @@ class RankRow {
     }
   }
 
-  template <bool kNorm>
   static __device__ void add(float (&sums)[kSums], const MmaLayer<T>& layer, float pivot, int k, const uint4& words,
                              const Piece& x) {
     if (k >= layer.in_features) return;
@@ -181,7 +201,7 @@ struct OutputColumn {
 // All that a block does for updates. The warps share out the ranks of `b`, and each adds its share to its own sums over K.
 // `column_of(place)`: to which output the sum at a place of a strip belongs; a lane has every 32nd of kPlaces, all of one
 // weight. kHeld: as of RankRow.
-template <typename T, int kHeld, int kPlaces>
+template <typename T, bool kNorm, int kHeld, int kPlaces>
 class BlockUpdates {
  public:
   // Before the wait. `block`: as of RankRow.
@@ -209,9 +229,10 @@ class BlockUpdates {
   }
 
   // After `fetch`: as RankRow.
-  template <bool kNorm, typename Sums>
+  template <typename Sums>
   __device__ void leave_products(const MmaLayer<T>& layer, bool scales_later, Sums sums_at) {
-    row_.template leave_products<kNorm>(layer, scales_later, ticket_, sums_at);
+    scales_later_ = scales_later;
+    row_.leave_products(layer, scales_later, ticket_, sums_at);
   }
 
   // Adds each warp's share to its sums, which its lanes have stored: `sums_at(row, warp)`, by place. `weight`: of the
@@ -253,6 +274,7 @@ class BlockUpdates {
   }
 
  private:
+  using Row = RankRow<T, kNorm, kHeld>;
   static constexpr int kOfLane = (kPlaces + kWarpSize - 1) / kWarpSize, kRowsOfLanes = kWarpSize / kRankPart;
   static_assert(DecodeLinear::kLowRankRows == 2 * kRowsOfLanes);
   static __device__ int warp() { return threadIdx.x / kWarpSize; }
@@ -263,6 +285,17 @@ class BlockUpdates {
     return layer.low_rank_b[of.weight] + static_cast<int64_t>(of.column) * layer.low_ranks[of.weight];
   }
 
+  // `rank`: of all. A product that is computed here is left for the blocks that start later.
+  __device__ float product_of(const MmaLayer<T>& layer, int row, int rank) const {
+    uint64_t* const word = word_of(layer, copy(), row, rank);
+    float product;
+    if (!await_value(word, ticket_, product)) {
+      product = Row::multiply(layer, scales_later_, row, rank);
+      leave_value(word, product, ticket_);
+    }
+    return product;
+  }
+
   // The products of the warp's ranks with rows lane / 8 and 4 below it, of rank lane % 8.
   __device__ void take_products(const MmaLayer<T>& layer, int weight, float (&products)[2]) const {
     const int lane = threadIdx.x % kWarpSize, rank = first() + lane % kRankPart;
@@ -270,7 +303,7 @@ class BlockUpdates {
     for (int h = 0; h < 2; ++h) {
       const int row = lane / kRankPart + h * kRowsOfLanes;
       if (row >= layer.rows || rank >= layer.low_ranks[weight]) continue;
-      products[h] = await_value(word_of(layer, copy(), row, layer.first_ranks[weight] + rank), ticket_);
+      products[h] = product_of(layer, row, layer.first_ranks[weight] + rank);
     }
   }
 
@@ -283,17 +316,17 @@ class BlockUpdates {
       const auto b = load_once<uint4>(row_at(layer, of) + rank);
 #pragma unroll 1
       for (int i = 0; i < kRankPart; ++i) {
-        const float product = await_value(word_of(layer, copy(), row, layer.first_ranks[of.weight] + rank + i), ticket_);
+        const float product = product_of(layer, row, layer.first_ranks[of.weight] + rank + i);
         sum = fmaf(reinterpret_cast<const Vector<T, kRankPart>&>(b)[i], product, sum);
       }
     }
     return sum;
   }
 
-  RankRow<T, kHeld> row_;
+  Row row_;
   uint4 b_[kOfLane];
   unsigned ticket_;
-  bool has_products_ = false;
+  bool scales_later_ = false, has_products_ = false;
   float products_[2][2] = {};
 };
 

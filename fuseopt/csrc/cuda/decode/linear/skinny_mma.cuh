@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     summed.settle();
   }
   static_assert(!kLowRank || (kHalves == 1 && !kWide && !kApart && !kSums));
-  BlockUpdates<T, 1, kColumns> updates;
+  BlockUpdates<T, kNorm, 1, kColumns> updates;
   const auto column_of = [&](int place) -> OutputColumn {
     const int column = strip + Pair::column_at(place), weight = kGated ? Pair::weight_at(place) : blockIdx.y;
     return {weight, column, rank == 0 && place < kColumns && column < layer.widths[weight]};
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     if constexpr (kLowRank) {
       if (pass == 0) {
         updates.fetch(layer);
-        updates.template leave_products<kNorm>(layer, kNorm, sums_at);
+        updates.leave_products(layer, kNorm, sums_at);
       }
     }
     if constexpr (kLoops) {

@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
     else residual = static_cast<const T*>(layer.residual)[output_index(i)];
   };
   load_biases(threadIdx.x);
-  BlockUpdates<T, kNorm ? 2 : 4, kStreamColumns> updates;
+  BlockUpdates<T, kNorm, kNorm ? 2 : 4, kStreamColumns> updates;
   const auto updated_column = [&](int place) -> OutputColumn {
     const int column = strip * width + (place & width - 1);
     const bool is_there = rank == 0 && strip < own.strips && column < out_features;
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
       }
     }
   }
-  if constexpr (kLowRank) updates.template leave_products<kNorm>(layer, scales_rows, sums_at);
+  if constexpr (kLowRank) updates.leave_products(layer, scales_rows, sums_at);
   if (kNorm && !scales_rows) {
     await_copy_groups<kStages>();
     __syncthreads();
