@@ -19,6 +19,7 @@ NEW = 9
 KINDS = {
     "greedy": {},
     "sampled": {"do_sample": True, "top_k": 7, "temperature": 0.8},
+    "filtered": {"do_sample": True, "top_k": 0, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9},
     "beams": {"num_beams": 3},
     "scores": {"output_scores": True, "return_dict_in_generate": True, "repetition_penalty": 1.3},
 }

@@ -89,7 +89,7 @@ def filtered(scores: Tensor, filters: SamplingFilters) -> Tensor:
     if filters.top_p < 1:
         ascending, order = torch.sort(scores, descending=False)
         is_removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= (1 - filters.top_p)
-        is_removed[..., -filters.min_tokens :] = False
+        is_removed[..., -filters.min_tokens :].fill_(False)  # an assigned number would be a new tensor, never recorded
         scores = scores.masked_fill(is_removed.scatter(1, order, is_removed), -math.inf)
     if filters.min_p > 0:
         probabilities = scores.softmax(dim=-1)
@@ -110,7 +110,7 @@ def _typical(scores: Tensor, mass: float, min_tokens: int) -> Tensor:
     cumulative = scores.gather(-1, order).softmax(dim=-1).cumsum(dim=-1)
     last = (cumulative < mass).sum(dim=1, keepdim=True).clamp_(max=scores.shape[-1] - 1)
     is_removed = distances > distances.gather(1, last)
-    is_removed[..., :min_tokens] = False
+    is_removed[..., :min_tokens].fill_(False)
     return scores.masked_fill(is_removed.scatter(1, order, is_removed), -math.inf)
 
 
