@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process
@@ -75,10 +75,11 @@ def rounding_decides(scores: Tensor, divisors: Tensor, filters: SamplingFilters)
         elif isinstance(warper, logits_process.MinPLogitsWarper):
             relative = probabilities / probabilities.amax(-1, keepdim=True)
             unclear |= ((relative / max(warper.min_p, 1e-30) - 1).abs() < OF_RATIOS) & (relative != 1)
-            if warper.min_tokens_to_keep > 1:  # of equal probabilities upstream keeps any; many are 0
-                rounded = scores.softmax(-1)
-                lowest = rounded.masked_fill(kept == -torch.inf, torch.inf).amin(-1, keepdim=True)
-                unclear |= (rounded == lowest) & ((rounded == lowest).sum(-1, keepdim=True) > 1)
+            # Upstream fills up to the fewest tokens with any of equal probabilities. Many are 0, as of banned tokens.
+            rounded = scores.softmax(-1)
+            at_fewest = rounded == rounded.topk(min(warper.min_tokens_to_keep, scores.shape[1])).values[:, -1:]
+            is_unlikely = rounded < warper.min_p * rounded.amax(-1, keepdim=True)
+            unclear |= at_fewest & is_unlikely & (at_fewest.sum(-1, keepdim=True) > 1)
         elif isinstance(warper, logits_process.TypicalLogitsWarper):
             information = -probabilities.log()
             distances = (information - (probabilities * information).nansum(-1, keepdim=True)).abs()
@@ -146,6 +147,17 @@ def check_draws(case: Case, logits: Tensor, filters: SamplingFilters, edits: Log
     is_edited=st.booleans(),
     offset=st.integers(0, 9),
     seed=st.integers(0, 2**31),
+)
+@example(  # two probabilities of the second row are above 0
+    filters=SamplingFilters(min_p=1.0, min_tokens=3),
+    rows=2,
+    vocabulary=4096,
+    dtype=torch.float32,
+    spread=60.0,
+    banned=0.999,
+    is_edited=False,
+    offset=0,
+    seed=1,
 )
 def test_draws_what_transformers_draws(
     case: Case,

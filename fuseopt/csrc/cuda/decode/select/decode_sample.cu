@@ -66,7 +66,7 @@ __device__ float2 load_scores(const SampleRows& rows, int64_t row, int first_chu
 // Draws from this block's share of the row.
 template <typename RowCutter>
 __device__ Candidate<float> draw_of_row(RowCutter& cutter, const SampledRow& row) {
-  constexpr int kThreads = RowCutter::kThreads, kPerThread = 8;
+  constexpr int kThreads = RowCutter::kThreads;
   const DecodeSample& of = row.rows.of;
   const float* const scores = row.scores;
   const int first_place = cutter.rank * row.places;
@@ -152,6 +152,7 @@ __device__ Candidate<float> draw_of_row(RowCutter& cutter, const SampledRow& row
     return best;
   }
   const float* const divisors = of.select.divisors + row.row * of.select.vocabulary + row.begin;
+  constexpr int kPerThread = kThreads / 64;  // blocks of few threads gather, so seldom come here: more would spill
 #pragma unroll 1
   for (int first = threadIdx.x; first < row.places; first += kPerThread * kThreads) {
     float weights[kPerThread], divided_by[kPerThread];  // loads in flight
