@@ -63,7 +63,7 @@ class ModelFingerprint:
     reason: str | None
     key: tuple[Hashable, ...] = ()
     watch: ModuleWatch | None = None
-    lora: LoraLayers = field(default_factory=lambda: LoraLayers({}))
+    lora: LoraLayers = field(default_factory=lambda: LoraLayers({}), compare=False)
 
     def is_in_place(self) -> bool:
         """Whether the weights have their addresses and autocast is off, so that a step can read them.

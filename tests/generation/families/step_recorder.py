@@ -30,7 +30,7 @@ class Recorded(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
-        if name != "__get__":
+        if name not in ("__get__", "is_contiguous"):
             with torch._C.DisableTorchFunctionSubclass():
                 cls.record.append(f"{name}({described([*args, *(kwargs or {}).items()])})")
         result = super().__torch_function__(func, types, args, kwargs)
