@@ -18,7 +18,9 @@ SYNTAX_ONLY = {
 }
 
 
-@pytest.mark.parametrize(("kind", "suffix"), [("cpu", ".cpp"), ("cuda", ".cpp"), ("cuda", ".cu")])
+@pytest.mark.parametrize(
+    ("kind", "suffix"), [("cpu", ".cpp"), ("cuda", ".cpp"), pytest.param("cuda", ".cu", marks=pytest.mark.slow)]
+)
 def test_all_sources_compile_as_one_file(tmp_path: Path, kind: str, suffix: str) -> None:
     """Parses the sources in reverse order; the builds of other tests have them in order."""
     try:

@@ -52,7 +52,11 @@ def assert_trains_like_stock(printed: str, last_column: str, reported: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("script", "last_column"), [("train_ddp.py", "yes"), ("train_fsdp2.py", "1,691,072 of 3,382,080")]
+    ("script", "last_column"),
+    [
+        ("train_ddp.py", "yes"),
+        pytest.param("train_fsdp2.py", "1,691,072 of 3,382,080", marks=pytest.mark.slow),
+    ],
 )
 def test_two_processes_train_like_stock(
     script: str, last_column: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -137,7 +137,7 @@ def _train_in_process(rank: int, folder: str, device: str, averaged: list[tuple[
 @pytest.mark.parametrize(
     ("device", "averaged"),
     [
-        ("cpu", AVERAGED),
+        pytest.param("cpu", AVERAGED, marks=pytest.mark.slow),
         pytest.param("cpu", EVERY_AVERAGED, marks=pytest.mark.slow),
         pytest.param("cuda", [], marks=pytest.mark.multigpu),
     ],

@@ -188,6 +188,7 @@ def test_the_command_line_makes_the_rows(monkeypatch, tmp_path):
     assert seen["rows"] == generate_rows.FAMILY_ROWS
 
 
+@pytest.mark.slow
 def test_adapters_unmerged_and_merged():
     pytest.importorskip("peft")
     rows = [Row("gpt2-tiny", 1, prompt=5, new=3, lora=4, merged=merged) for merged in (False, True)]
