@@ -45,6 +45,17 @@ def _of_neox_attention(attention: Any) -> Mapping[str, object]:
     return {"head_size": attention.config.hidden_size // attention.config.num_attention_heads, "is_causal": True}
 
 
+def _of_gptj_attention(attention: Any) -> Mapping[str, object]:
+    config = attention.config
+    heads = config.num_attention_heads
+    return {"num_attention_heads": heads, "head_dim": config.hidden_size // heads, "rotary_dim": config.rotary_dim}
+
+
+def _of_opt_attention(attention: Any) -> Mapping[str, object]:
+    heads, width = attention.config.num_attention_heads, attention.config.hidden_size
+    return {"num_heads": heads, "head_dim": width // heads}
+
+
 def _of_sliding_model(model: Any) -> Mapping[str, object]:
     return {"has_sliding_layers": "sliding_attention" in model.config.layer_types}
 
@@ -80,7 +91,8 @@ _EXPECTED: Mapping[str, Callable[[Any], Mapping[str, object]]] = {
     modeling_name("stablelm.StableLmDecoderLayer"): lambda layer: {
         "use_parallel_residual": layer.self_attn.config.use_parallel_residual
     },
-    modeling_name("gptj.GPTJAttention"): lambda attention: {"rotary_dim": attention.config.rotary_dim},
+    modeling_name("gptj.GPTJAttention"): _of_gptj_attention,
+    modeling_name("opt.OPTAttention"): _of_opt_attention,
     modeling_name("granite.GraniteDecoderLayer"): lambda layer: {
         "residual_multiplier": layer.self_attn.config.residual_multiplier
     },
