@@ -167,12 +167,7 @@ class GPT2InferenceForward(InferenceForward):
 
 
 class GPT2StackForward(StackForward):
-    """Forward of GPT2Model.
-
-    The class's own forward reads position ids on the host, which waits for the GPU, although it has just made them;
-    with tokens alone `_run_tokens` avoids that. In training it passes padding to attentions, as `CausalStackForward`
-    does.
-    """
+    """Forward of GPT2Model. In training it passes padding to attentions, as `CausalStackForward` does."""
 
     class_forward = CausalStackForward
 

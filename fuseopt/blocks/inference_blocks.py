@@ -136,7 +136,7 @@ class StackForward:
     """Forward of a stack whose blocks a `StackRunner` runs; the class's own forward does the rest.
 
     A call with tokens and few other arguments, of a captured size, skips the class's own forward, which reads mask
-    values on the host and waits for the GPU to do so.
+    values or position ids on the host and waits for the GPU to do so.
 
     Belongs to one stack, and is copied and pickled with it.
     """

@@ -161,12 +161,7 @@ class LlamaInferenceForward(InferenceForward):
 
 
 class LlamaStackForward(StackForward):
-    """Forward of LlamaModel and stacks like it.
-
-    The class's own forward reads position ids on the host, which waits for the GPU, although it has just made them;
-    with tokens alone `_run_tokens` avoids that. In training it passes padding to attentions, as `CausalStackForward`
-    does.
-    """
+    """Forward of LlamaModel and stacks like it. In training it passes padding on, as `CausalStackForward` does."""
 
     class_forward = CausalStackForward
 

@@ -105,40 +105,9 @@ def updates(input: Tensor, a: Tensor, b: Sequence[Tensor]) -> list[Tensor]:
     return [F.linear(part, factor) for part, factor in zip(projected, b, strict=True)]
 
 
-def decode_linear_low_rank_reference(
-    input: Tensor,
-    weight: Tensor | Sequence[Tensor],
-    a: Tensor,
-    b: Tensor | Sequence[Tensor],
-    bias: Tensor | Sequence[Tensor] | None = None,
-    *,
-    exchange: Tensor | None = None,
-    residual: Tensor | None = None,
-    norm: str | None = None,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    eps: float = 1e-5,
-    activation: str | None = None,
-    gated: bool = False,
-    pdl: bool = False,
-    prefetch: Sequence[Tensor] = (),
-) -> Tensor:
+def decode_linear_low_rank_reference(*tensors: Any, **options: Any) -> Tensor:
     """`decode_linear_low_rank` in plain PyTorch, for any number of rows."""
-    return decode_linear_low_rank(
-        input,
-        weight,
-        a,
-        b,
-        bias,
-        residual=residual,
-        norm=norm,
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
-        eps=eps,
-        activation=activation,
-        gated=gated,
-        backend="reference",
-    )
+    return decode_linear_low_rank(*tensors, **options, backend="reference")
 
 
 def decode_linear_low_rank(
