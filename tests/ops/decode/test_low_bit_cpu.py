@@ -156,7 +156,7 @@ def bad_calls() -> dict[str, Callable[[LowBitWeight], list[Any]]]:
     return {
         "values must be": lambda w: [[w.values[:, :-1]], [w.scales], []],
         "needs scales for each weight": lambda w: [[w.values], [], []],
-        "groups must be of 32, 64 or 128": lambda w: [[w.values], [w.scales[:, :1]], []],
+        "groups must be of 8, 16, 32": lambda w: [[w.values], [w.scales[:, :3]], []],
         "zeros must be": lambda w: [[w.values], [w.scales], [w.zeros[:, :1]]],
     }
 
