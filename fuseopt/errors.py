@@ -44,7 +44,7 @@ class OpError(FuseoptError, ValueError):
 
 
 class NativeBuildError(FuseoptError, RuntimeError):
-    """A source could not be compiled; the message has the compiler's first error, and a path to all of them."""
+    """A source could not be compiled; the message has the compiler's first error and the path of the rest."""
 
 
 class CompileError(FuseoptError, RuntimeError):
