@@ -90,6 +90,13 @@ def in_lines(names: Iterable[str]) -> str:
     return textwrap.indent("\n".join(lines), "  ")
 
 
+def one_of(where: str, value: Any, choices: Sequence[int]) -> int:
+    """`value`, if it is one of these ints."""
+    if isinstance(value, bool) or not isinstance(value, int) or value not in choices:
+        raise ConfigError(f"{where}: {shown(value)} is not one of {', '.join(map(str, choices))}")
+    return value
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint that ends in a space, with the known word that is most like `word`; "" if none is like it."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
