@@ -176,6 +176,7 @@ def test_the_command_checks_all_ops_of_a_file(tmp_path, capsys):
     assert "registers no op" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_compile_backend_is_traced_without_inductor_which_takes_seconds(op, monkeypatch):
     used, real = [], torch.compile
 

@@ -144,7 +144,7 @@ def test_a_kernel_that_remembers_results():
     assert "off by" in failures(with_kernel(kernel))["new values, same memory"]
 
 
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("given", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_kernel_that_ignores_an_argument(given):
     @fuseopt.op("mine::scaled")
     def scaled(a: Tensor, b: Tensor | None = None, scale: float = 1.0) -> Tensor:
