@@ -7,8 +7,8 @@
 namespace fuseopt {
 
 // A warp's part of up to 8 rows, in pieces of 8 values: 4 of each chunk and row. Lanes take pieces in turn; all pieces
-// of a lane are of one row.
-template <typename T, typename X>
+// of a lane are of one row. kPieces: neighbouring pieces of a lane's operands, of so many chunks.
+template <typename T, typename X, int kPieces = 1>
 class StreamRows {
   using Piece = Vector<X, kLaneValues>;
 
@@ -161,7 +161,10 @@ class StreamRows {
   }
 
   __device__ int slot() const { return threadIdx.x % kWarpSize / 4 & ((1 << slot_bits_) - 1); }
-  __device__ int k_of(int piece) const { return (piece >> 2 + slot_bits_) * kChunk + piece % 4 * kLaneValues; }
+  __device__ int k_of(int piece) const {
+    const int chunk = piece >> 2 + slot_bits_, first = chunk / kPieces * kPieces;
+    return first * kChunk + (piece % 4 * kPieces + chunk - first) * kLaneValues;
+  }
 
   Piece* const pieces_;
   const int slot_bits_, count_, row_;
