@@ -34,7 +34,8 @@ class StreamRows {
     // TUNED: with the kernel: up and gate of Llama-3.2-1B, 16 rows, 8 in place of 4, a longer ring and the norm's weight
     // applied here: 30.4 -> 23.6 us (60e23dc). Others: measurement not recorded (6a46d2d); `fuseopt bench kernels --model
     // gpt2` measures them again.
-    constexpr int kLoads = kSums ? 2 : sizeof(X) == 2 ? 8 : 4;  // loads in flight
+    // Loads in flight; fewer beside weights in registers.
+    constexpr int kLoads = kSums ? 2 : sizeof(X) == 2 && kPieces == 1 ? 8 : kPieces == 1 ? 4 : 2;
     const int64_t first_of_row = static_cast<int64_t>(row_) * layer.in_features;
     const X* const input = static_cast<const X*>(layer.input) + first_of_row;
 #pragma unroll 1

@@ -75,10 +75,11 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, 2)
   prefetch_next_weights(layer);
 
   // What the thread finishes first of a strip's outputs.
-  const int width = layer.is_gated ? kPlaces / 2 : kPlaces;
-  const auto column_of = [&](int i) { return strip * width + i % width; };
+  static_assert(kTiles == 1 || kTiles == 4);
+  const int width_bits = (kTiles == 1 ? 4 : 6) - (layer.is_gated ? 1 : 0), width = 1 << width_bits;
+  const auto column_of = [&](int i) { return (strip << width_bits) + (i & width - 1); };
   const auto output_index = [&](int i) {
-    return static_cast<int64_t>(i / width) * layer.output_stride + layer.first_outputs[own.index] + column_of(i);
+    return static_cast<int64_t>(i >> width_bits) * layer.output_stride + layer.first_outputs[own.index] + column_of(i);
   };
   T biases[2];
   float output_scales[2];
@@ -201,13 +202,13 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, 2)
 #pragma unroll 1
     for (int i = threadIdx.x; !is_done;) {
       if (i < rows * width && column_of(i) < out_features) {
-        const int row = i / width;
+        const int row = i >> width_bits;
         float value = 0.f, factor = 1.f;
         if (scales_rows) factor = rstd_of(moments + row, rows, warps, layer.reciprocal, layer.eps);
 #pragma unroll
         for (int w = 0; w < 2; ++w) {
           if (w == 1 && !layer.is_gated) break;
-          const float* const at = sums_of + row * kStride + i % width + w * width;
+          const float* const at = sums_of + row * kStride + (i & width - 1) + (w << width_bits);
           float sum = 0.f;
 #pragma unroll 4
           for (int of_warp = 0; of_warp < warps; ++of_warp) sum += at[of_warp * rows * kStride];

@@ -40,7 +40,8 @@ Tensor decode_low_bit_linear(Tensor input, std::vector<Tensor> values, std::vect
                 ": scales must be [N, K / group]");
   const int64_t groups = scales[0].size(1);
   low_bit.group = columns / groups;
-  FUSEOPT_CHECK(low_bit.bits == 8 ? groups == 1 : low_bit.group % 32 == 0, "fuseopt::", kOp, ": ", low_bit.bits,
+  const bool is_group = low_bit.group == 32 || low_bit.group == 64 || low_bit.group == 128;
+  FUSEOPT_CHECK(low_bit.bits == 8 ? groups == 1 : is_group, "fuseopt::", kOp, ": ", low_bit.bits,
                 " bits with groups of ", low_bit.group, "; 8 bits have one scale an output, 4 bits groups of 32, 64 or 128");
   low_bit.scale_dtype = dtype_code(kOp, dtype_of(scales[0]));
   std::vector<Tensor> kept;
