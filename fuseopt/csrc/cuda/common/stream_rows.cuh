@@ -147,7 +147,7 @@ class StreamRows {
 
   // A product's operand of a chunk: 8 values of row lane / 4; arbitrary values if there is no such row.
   __device__ uint4 operator[](int chunk) const {
-    return *reinterpret_cast<const uint4*>(pieces_ + ((chunk << slot_bits_) + slot()) * 4 + threadIdx.x % 4);
+    return *reinterpret_cast<const uint4*>(pieces_ + (slot() * 4 + threadIdx.x % 4) + chunk * (4 << slot_bits_));
   }
 
  private:

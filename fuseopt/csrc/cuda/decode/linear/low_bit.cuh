@@ -276,10 +276,11 @@ struct LowBitPlan {
   }
 };
 
-// Wide strips read less of the input, narrow ones share the work among more blocks.
+// Narrow strips share the work among more blocks. Wide ones read less of the input and load more at a time, so they may
+// leave a multiprocessor a fourth more to do.
 inline LowBitPlan low_bit_plan(const LowBitLinear& low_bit, int64_t rows) {
   const LowBitPlan narrow(low_bit, rows, true), wide(low_bit, rows, false);
-  return wide.halves == 1 && wide.longest() <= narrow.longest() ? wide : narrow;
+  return wide.halves == 1 && 4 * wide.longest() <= 5 * narrow.longest() ? wide : narrow;
 }
 
 template <typename T, int kBits, int kPieces, int kTiles, int kChunks, bool kNorm, int kHalves>
