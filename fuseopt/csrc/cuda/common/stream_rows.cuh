@@ -7,8 +7,8 @@
 namespace fuseopt {
 
 // A warp's part of up to 8 rows, in pieces of 8 values: 4 of each chunk and row. Lanes take pieces in turn; all pieces
-// of a lane are of one row. kPieces: neighbouring pieces of a lane's operands, of so many chunks.
-template <typename T, typename X, int kPieces = 1>
+// of a lane are of one row. kPieces: neighbouring pieces of a lane's operands, of so many chunks. kMostLoads: in flight.
+template <typename T, typename X, int kPieces = 1, int kMostLoads = sizeof(X) == 2 ? 8 : 4>
 class StreamRows {
   using Piece = Vector<X, kLaneValues>;
 
@@ -34,8 +34,7 @@ class StreamRows {
     // TUNED: with the kernel: up and gate of Llama-3.2-1B, 16 rows, 8 in place of 4, a longer ring and the norm's weight
     // applied here: 30.4 -> 23.6 us (60e23dc). Others: measurement not recorded (6a46d2d); `fuseopt bench kernels --model
     // gpt2` measures them again.
-    // Loads in flight; fewer beside weights in registers.
-    constexpr int kLoads = kSums ? 2 : sizeof(X) == 2 && kPieces == 1 ? 8 : kPieces == 1 ? 4 : 2;
+    constexpr int kLoads = kSums ? 2 : kMostLoads;
     const int64_t first_of_row = static_cast<int64_t>(row_) * layer.in_features;
     const X* const input = static_cast<const X*>(layer.input) + first_of_row;
 #pragma unroll 1
@@ -77,6 +76,15 @@ class StreamRows {
     for (int piece = threadIdx.x % kWarpSize; piece < count_; piece += kWarpSize) {
       const int k = first_k + k_of(piece);
       copy_async(pieces_ + piece, layer.norm_weight + k, k < layer.in_features);
+    }
+  }
+
+  // The same by loads: a warp loads an address once, while it copies it once a row.
+  __device__ void place_scale(const StreamLayer<T>& layer, int first_k) {
+#pragma unroll 4
+    for (int piece = threadIdx.x % kWarpSize; piece < count_; piece += kWarpSize) {
+      const int k = first_k + k_of(piece);
+      if (k < layer.in_features) pieces_[piece] = load_vector(layer.norm_weight + k, 0);
     }
   }
 

@@ -12,27 +12,35 @@
 
 namespace fuseopt {
 
-constexpr int kSumsGap = 4;  // rows of sums start in different banks
+constexpr int kLowBitSumsStride = kLowBitStrip + 4;  // 4: rows of sums start in different banks
 
-template <typename T, int kBits, int kPieces, int kTiles, int kChunks, bool kNorm, int kHalves>
-__global__ void __launch_bounds__(kStreamWarps* kWarpSize, 2)
+// Of a block with up to 8 rows, else with up to 16; twice as many fit on a multiprocessor.
+// TUNED: with the kernel: 8 warps of 128 registers each leave too few to hide what a warp waits for (f1c4c4db: down of
+// Llama-3.2-1B, int4, 1 row, 9.0 us, 2.1 us of which are its bytes).
+template <int kHalves>
+constexpr int kLowBitWarps = kHalves == 1 ? 16 : 8;
+template <int kHalves>
+constexpr int kLowBitChunks = kHalves == 1 ? 4 : 8;  // of K that a warp has in registers
+
+template <typename T, int kBits, int kPieces, bool kNorm, int kHalves>
+__global__ void __launch_bounds__(kLowBitWarps<kHalves>* kWarpSize, 2)
     decode_low_bit_linear_kernel(const __grid_constant__ LowBitLayer<T> layer) {
-  using Part = LowBitPart<T, kBits, kPieces, kTiles, kChunks>;
-  using Rows = StreamRows<T, T, kPieces>;
-  constexpr int kPlaces = Part::kPlaces, kStride = kPlaces + kSumsGap;
+  constexpr int kChunks = kLowBitChunks<kHalves>, kStride = kLowBitSumsStride;
+  using Part = LowBitPart<T, kBits, kPieces, kChunks>;
+  using Rows = StreamRows<T, T, kPieces, 2>;
   constexpr bool kCanScale = kNorm && std::is_same_v<T, __nv_bfloat16>;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, warps = blockDim.x / kWarpSize;
   const int rows = layer.rows, columns = layer.in_features;
   const int part_columns = layer.chunks * Part::kChunkK, first_k = warp * part_columns;
   const bool scales_rows = kCanScale && layer.scales_rows;
 
-  // Rows [kHalves]; sums [warps][rows][kStride]; of 4 bits, scales [2][kPlaces][groups] and zero points likewise, of a
+  // Rows [kHalves]; sums [warps][rows][kStride]; of 4 bits, scales [2][kLowBitStrip][groups] and zero points likewise, of a
   // strip and the next one; of a norm, moments [warps][rows] and its parameters [2][block_columns].
   extern __shared__ __align__(kRingAlignment) char shared[];
   const int half_bytes = Rows::bytes(layer.slot_bits, layer.block_columns);
   float* const sums_of = reinterpret_cast<float*>(shared + kHalves * half_bytes);
   T* const scales_of = reinterpret_cast<T*>(sums_of + warps * rows * kStride);
-  const int strip_scales = kBits == 4 ? kPlaces * layer.groups : 0;
+  const int strip_scales = kBits == 4 ? kLowBitStrip * layer.groups : 0;
   uint8_t* const zeros_of = reinterpret_cast<uint8_t*>(scales_of + 2 * strip_scales);
   Moments* const moments = reinterpret_cast<Moments*>(zeros_of + (layer.zeros[0] == nullptr ? 0 : 2 * strip_scales));
   T* const params = reinterpret_cast<T*>(moments + (kNorm ? (warps * rows + 1) / 2 * 2 : 0));
@@ -50,9 +58,9 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, 2)
   const auto copy_scales = [&](int of_strip, int buffer) {
     if constexpr (kBits == 4) {
       if (of_strip < own.strips) {
-        copy_strip<T, kPlaces>(scales_of + buffer * strip_scales, layer, layer.scales, own.index, of_strip);
+        copy_strip<T>(scales_of + buffer * strip_scales, layer, layer.scales, own.index, of_strip);
         if (layer.zeros[0] != nullptr) {
-          copy_strip<uint8_t, kPlaces>(zeros_of + buffer * strip_scales, layer, layer.zeros, own.index, of_strip);
+          copy_strip<uint8_t>(zeros_of + buffer * strip_scales, layer, layer.zeros, own.index, of_strip);
         }
       }
     }
@@ -63,20 +71,22 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, 2)
     return Rows(shared + half * half_bytes + Rows::bytes(layer.slot_bits, first_k), layer, part_columns, half * kHalfRows);
   };
   if constexpr (kCanScale) {
-    for (int h = 0; scales_rows && layer.norm_weight != nullptr && h < kHalves; ++h) rows_of(h).fetch_scale(layer, first_k);
+    for (int h = 0; scales_rows && layer.norm_weight != nullptr && h < kHalves; ++h) rows_of(h).place_scale(layer, first_k);
   }
 #pragma unroll 1
   for (int k = lane * kLaneValues; kNorm && !scales_rows && k < part_columns; k += kWarpSize * kLaneValues) {
     const int at = first_k + k;
-    if (at < columns && layer.norm_weight != nullptr) copy_async(norm_scale + k, layer.norm_weight + at, true);
-    if (at < columns && layer.norm_bias != nullptr) copy_async(norm_shift + k, layer.norm_bias + at, true);
+    const auto copy = [&](T* to, const T* from) {
+      if (at < columns && from != nullptr) *reinterpret_cast<uint4*>(to + k) = __ldg(reinterpret_cast<const uint4*>(from + at));
+    };
+    copy(norm_scale, layer.norm_weight);
+    copy(norm_shift, layer.norm_bias);
   }
-  end_copy_group();
   prefetch_next_weights(layer);
 
   // What the thread finishes first of a strip's outputs.
-  static_assert(kTiles == 1 || kTiles == 4);
-  const int width_bits = (kTiles == 1 ? 4 : 6) - (layer.is_gated ? 1 : 0), width = 1 << width_bits;
+  static_assert(kLowBitStrip == 16);
+  const int width_bits = layer.is_gated ? 3 : 4, width = 1 << width_bits;
   const auto column_of = [&](int i) { return (strip << width_bits) + (i & width - 1); };
   const auto output_index = [&](int i) {
     return static_cast<int64_t>(i >> width_bits) * layer.output_stride + layer.first_outputs[own.index] + column_of(i);
@@ -141,7 +151,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, 2)
     copy_scales(next_strip, buffer ^ 1);
     const T* const strip_scale = scales_of + buffer * strip_scales + lane / 4 * layer.groups;
     const uint8_t* const strip_zero = zeros_of + buffer * strip_scales + lane / 4 * layer.groups;
-    float sums[kTiles][kHalves][4] = {};
+    float sums[kHalves][4] = {};
 #pragma unroll 1
     for (int pass = 0; pass < layer.passes; ++pass) {
       const bool is_last = pass + 1 == layer.passes;
@@ -152,48 +162,39 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, 2)
       for (int c = 0; c < kChunks; ++c) {
         if (first + c >= layer.chunks) break;
         const int chunk = warp * layer.chunks + first + c;
-        const int group = kBits == 4 ? min(chunk / layer.chunks_of_group, layer.groups - 1) : 0;
+        const int group = min(chunk, layer.groups - 1);
+        const int scale_at[2] = {group, kTileColumns * layer.groups + group};
+        unsigned zeros[2] = {kMagic<T> + 0x00080008u, kMagic<T> + 0x00080008u};
+        if (kBits == 4 && layer.zeros[0] != nullptr) {
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          const auto place_of = [&](int i) {  // of the tile's outputs, in the strip
-            return (layer.is_gated ? t + i * kTiles : 2 * t + i) * kTileColumns * layer.groups + group;
-          };
-          unsigned zeros[2] = {kMagic<T> + 0x00080008u, kMagic<T> + 0x00080008u};
-          if (kBits == 4 && layer.zeros[0] != nullptr) {
+          for (int i = 0; i < 2; ++i) zeros[i] = kMagic<T> + strip_zero[scale_at[i]] * 0x00010001u;
+        }
+        float group_sums[kHalves][4] = {};
+        auto& products = kBits == 4 ? group_sums : sums;
 #pragma unroll
-            for (int i = 0; i < 2; ++i) zeros[i] = kMagic<T> + strip_zero[place_of(i)] * 0x00010001u;
-          }
-          float group_sums[kHalves][4] = {};
-          auto& products = kBits == 4 ? group_sums : sums[t];
+        for (int piece = 0; piece < kPieces; ++piece) {
+          uint4 x[kHalves];
 #pragma unroll
-          for (int piece = 0; piece < kPieces; ++piece) {
-            uint4 x[kHalves];
+          for (int h = 0; h < kHalves; ++h) x[h] = rows_of(h)[(first + c) * kPieces + piece];
+          weight.multiply_add(products, c, piece, zeros, x);
+        }
+        if constexpr (kBits == 4) {
+          const float scales[2] = {to_float(strip_scale[scale_at[0]]), to_float(strip_scale[scale_at[1]])};
 #pragma unroll
-            for (int h = 0; h < kHalves; ++h) x[h] = rows_of(h)[(first + c) * kPieces + piece];
-            weight.multiply_add(products, c, t, piece, zeros, x);
-          }
-          if constexpr (kBits == 4) {
-            const float low = to_float(strip_scale[place_of(0)]), high = to_float(strip_scale[place_of(1)]);
+          for (int h = 0; h < kHalves; ++h) {
 #pragma unroll
-            for (int h = 0; h < kHalves; ++h) {
-#pragma unroll
-              for (int i = 0; i < 4; ++i) sums[t][h][i] = fmaf(group_sums[h][i], i < 2 ? low : high, sums[t][h][i]);
-            }
+            for (int i = 0; i < 4; ++i) sums[h][i] = fmaf(group_sums[h][i], scales[i / 2], sums[h][i]);
           }
         }
         weight.load(layer, c, has_next && next + c < layer.chunks);
       }
     }
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
+    for (int h = 0; h < kHalves; ++h) {
 #pragma unroll
-      for (int h = 0; h < kHalves; ++h) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int row = lane % 4 * 2 + i % 2 + h * kHalfRows;
-          const int place = (layer.is_gated ? t + i / 2 * kTiles : 2 * t + i / 2) * kTileColumns + lane / 4;
-          if (row < rows) sums_of[(warp * rows + row) * kStride + place] = sums[t][h][i];
-        }
+      for (int i = 0; i < 4; ++i) {
+        const int row = lane % 4 * 2 + i % 2 + h * kHalfRows;
+        if (row < rows) sums_of[(warp * rows + row) * kStride + i / 2 * kTileColumns + lane / 4] = sums[h][i];
       }
     }
     __syncthreads();
@@ -232,34 +233,37 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, 2)
 
 // How a layer's work is shared out.
 struct LowBitPlan {
-  int tiles, most_chunks;  // which kernel
   int pieces, halves, slot_bits = 0;
   int warps, chunks, passes;
-  int blocks_of_multiprocessor = 2;
   int strips[DecodeLinear::kMaxWeights] = {}, all_strips = 0;
   size_t shared_bytes;
+  int64_t per_multiprocessor;  // blocks that fit
 
-  LowBitPlan(const LowBitLinear& low_bit, int64_t rows, int narrow) : tiles(narrow ? 1 : 4), most_chunks(narrow ? 8 : 2) {
+  // `most_warps`: of a block.
+  LowBitPlan(const LowBitLinear& low_bit, int64_t rows, int64_t most_warps) {
     const DecodeLinear& layer = low_bit.layer;
     halves = rows > kHalfRows ? 2 : 1;
-    pieces = low_bit.bits == 8 ? 2 : static_cast<int>(std::min<int64_t>(low_bit.group / kChunk, 4));
+    pieces = low_bit.bits == 8 ? 2 : static_cast<int>(low_bit.group / kChunk);
     while (1 << slot_bits < std::min<int64_t>(rows, kHalfRows)) ++slot_bits;
-    const int places = tiles * 2 * kTileColumns;
     for (int i = 0; i < (layer.gated ? 1 : layer.weight_count); ++i) {
-      strips[i] = static_cast<int>(ceil_div(layer.widths[i], layer.gated ? places / 2 : places));
+      strips[i] = static_cast<int>(ceil_div(layer.widths[i], layer.gated ? kLowBitStrip / 2 : kLowBitStrip));
       all_strips += strips[i];
     }
     const int64_t all_chunks = ceil_div(layer.in_features, pieces * kChunk);
-    chunks = static_cast<int>(ceil_div(all_chunks, kStreamWarps));
-    passes = static_cast<int>(ceil_div(chunks, most_chunks));
+    chunks = static_cast<int>(ceil_div(all_chunks, most_warps));
+    passes = static_cast<int>(ceil_div(chunks, halves == 1 ? kLowBitChunks<1> : kLowBitChunks<2>));
     warps = static_cast<int>(ceil_div(all_chunks, chunks));
-    shared_bytes = (halves * block_columns() << slot_bits) * sizeof(uint16_t) + sizeof(float) * warps * rows * (places + kSumsGap);
+    shared_bytes = (halves * block_columns() << slot_bits) * sizeof(uint16_t) + sizeof(float) * warps * rows * kLowBitSumsStride;
     if (low_bit.bits == 4) {
-      shared_bytes += 2 * places * groups(low_bit) * (sizeof(uint16_t) + (low_bit.zeros[0] == nullptr ? 0 : 1));
+      shared_bytes += 2 * kLowBitStrip * groups(low_bit) * (sizeof(uint16_t) + (low_bit.zeros[0] == nullptr ? 0 : 1));
     }
     if (layer.norm != kNoNorm) {
       shared_bytes += sizeof(Moments) * (warps * rows + 1) + (scales_rows(layer) ? 0 : 2 * block_columns() * sizeof(uint16_t));
     }
+    constexpr int64_t kReserved = 1024;  // for each block, by the system
+    const int64_t by_registers = 2 * (halves == 1 ? kLowBitWarps<1> : kLowBitWarps<2>) / warps;
+    const int64_t by_memory = shared_bytes_of_multiprocessor() / (shared_bytes + kReserved);
+    per_multiprocessor = std::max<int64_t>(std::min(by_registers, by_memory), 1);
   }
 
   int block_columns() const { return warps * chunks * pieces * kChunk; }
@@ -268,22 +272,22 @@ struct LowBitPlan {
   static bool scales_rows(const DecodeLinear& layer) {
     return layer.weight_dtype == kBFloat16 && (layer.norm == kRmsNorm || layer.norm == kGemmaRmsNorm);
   }
-  // Outputs of the multiprocessor that has most, in strips of 16.
-  int64_t longest() const { return ceil_div(all_strips, multiprocessor_count()) * tiles; }
+  // Of a weight: blocks with as many strips each.
   int clusters(int weight) const {
-    const int64_t room = multiprocessor_count() * blocks_of_multiprocessor;
+    const int64_t room = multiprocessor_count() * per_multiprocessor;
     return static_cast<int>(ceil_div(strips[weight], ceil_div(all_strips, room)));
   }
 };
 
-// Narrow strips share the work among more blocks. Wide ones read less of the input and load more at a time, so they may
-// leave a multiprocessor a fourth more to do.
+// Where there are few strips, a block has as many warps as its registers suffice for. Where there are many, blocks of 8
+// warps are at different places of theirs.
 inline LowBitPlan low_bit_plan(const LowBitLinear& low_bit, int64_t rows) {
-  const LowBitPlan narrow(low_bit, rows, true), wide(low_bit, rows, false);
-  return wide.halves == 1 && 4 * wide.longest() <= 5 * narrow.longest() ? wide : narrow;
+  const int64_t most = rows > kHalfRows ? kLowBitWarps<2> : kLowBitWarps<1>;
+  const LowBitPlan plan(low_bit, rows, most);
+  return plan.all_strips > 2 * multiprocessor_count() ? LowBitPlan(low_bit, rows, std::min<int64_t>(most, 8)) : plan;
 }
 
-template <typename T, int kBits, int kPieces, int kTiles, int kChunks, bool kNorm, int kHalves>
+template <typename T, int kBits, int kPieces, bool kNorm, int kHalves>
 cudaError_t launch_low_bit_as(const LowBitLinear& low_bit, const LowBitPlan& plan, bool pdl, cudaStream_t stream) {
   LowBitLayer<T> of{{mma_layer<T>(low_bit.layer)}};
   of.is_gated = low_bit.layer.gated;
@@ -300,24 +304,19 @@ cudaError_t launch_low_bit_as(const LowBitLinear& low_bit, const LowBitPlan& pla
   of.scales_rows = plan.scales_rows(low_bit.layer);
   of.row_bytes = static_cast<int>(low_bit.layer.in_features * kBits / 8);
   of.groups = static_cast<int>(plan.groups(low_bit));
-  of.chunks_of_group = static_cast<int>(std::max<int64_t>(low_bit.group / (plan.pieces * kChunk), 1));
   of.chunks = plan.chunks;
   of.passes = plan.passes;
   const LaunchShape shape{static_cast<unsigned>(clusters), static_cast<unsigned>(plan.warps * kWarpSize), plan.shared_bytes, 1};
   of.share_prefetch(shape);
-  return launch_dependent(decode_low_bit_linear_kernel<T, kBits, kPieces, kTiles, kChunks, kNorm, kHalves>, of, shape, pdl,
-                          stream);
+  return launch_dependent(decode_low_bit_linear_kernel<T, kBits, kPieces, kNorm, kHalves>, of, shape, pdl, stream);
 }
 
 template <typename T, int kBits>
 cudaError_t launch_low_bit(const LowBitLinear& low_bit, const LowBitPlan& plan, bool pdl, cudaStream_t stream) {
   const auto with_pieces = [&]<int kPieces>() {
     const auto with_norm = [&]<bool kNorm>() {
-      const auto launch = [&]<int kTiles, int kChunks, int kHalves>() {
-        return launch_low_bit_as<T, kBits, kPieces, kTiles, kChunks, kNorm, kHalves>(low_bit, plan, pdl, stream);
-      };
-      if (plan.halves == 2) return launch.template operator()<1, 8, 2>();
-      return plan.tiles == 4 ? launch.template operator()<4, 2, 1>() : launch.template operator()<1, 8, 1>();
+      return plan.halves == 2 ? launch_low_bit_as<T, kBits, kPieces, kNorm, 2>(low_bit, plan, pdl, stream)
+                              : launch_low_bit_as<T, kBits, kPieces, kNorm, 1>(low_bit, plan, pdl, stream);
     };
     return low_bit.layer.norm == kNoNorm ? with_norm.template operator()<false>() : with_norm.template operator()<true>();
   };

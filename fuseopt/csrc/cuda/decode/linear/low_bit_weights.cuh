@@ -7,6 +7,8 @@
 
 namespace fuseopt {
 
+constexpr int kLowBitStrip = 2 * kTileColumns;  // outputs of a strip, half of them each weight's if gated
+
 template <typename T>
 struct LowBitLayer : StreamLayer<T> {
   static constexpr int kMaxWeights = StreamLayer<T>::kMaxWeights;
@@ -14,8 +16,7 @@ struct LowBitLayer : StreamLayer<T> {
   const void* scales[kMaxWeights];  // float32 of 8 bits, T of 4
   const void* zeros[kMaxWeights];   // null: symmetric
   int row_bytes;                    // of the values
-  int groups;                       // of 4 bits: of K, each with a scale
-  int chunks_of_group;              // of K, as a LowBitPart has them
+  int groups;                       // of 4 bits: chunks of K, each with a scale
   int chunks;                       // of K, for each warp
   int passes;                       // over these
 };
@@ -64,19 +65,18 @@ __device__ inline void unpack(unsigned word, unsigned zero, unsigned (&pairs)[16
   }
 }
 
-// A lane's part of a strip in registers: kTiles of 16 outputs, of which it has two. Of each chunk of K it has kPieces
-// neighbouring pieces of 8 values. Of a gated pair, the second of the two outputs is the second weight's.
-template <typename T, int kBits, int kPieces, int kTiles, int kChunks>
+// A lane's part of a strip in registers: of 16 outputs it has two, 8 apart, and of each chunk of K kPieces neighbouring
+// pieces of 8 values. Of a gated pair, a strip has 8 outputs, and the lane has one of each weight.
+template <typename T, int kBits, int kPieces, int kChunks>
 class LowBitPart {
  public:
   static constexpr int kWords = kPieces * kBits / 4;  // that neighbour
-  static constexpr int kPlaces = kTiles * 2 * kTileColumns;
   static constexpr int kChunkK = kPieces * kChunk;
 
   // Where the part of a strip from chunk `chunk` on lies.
   __device__ void find(const LowBitLayer<T>& layer, int index, int strip, int chunk) {
     const int lane = threadIdx.x % kWarpSize;
-    const int column = strip * (layer.is_gated ? kPlaces / 2 : kPlaces) + lane / 4;
+    const int column = strip * kLowBitStrip / (layer.is_gated ? 2 : 1) + lane / 4;
     const int byte = (chunk * 4 + lane % 4) * kWords * 4;
     columns_left_ = layer.widths[index] - column;
     bytes_left_ = layer.row_bytes - byte;
@@ -88,22 +88,19 @@ class LowBitPart {
   __device__ void load(const LowBitLayer<T>& layer, int c, bool is_there) {
     using Access = std::conditional_t<kWords == 4, uint4, std::conditional_t<kWords == 2, uint2, unsigned>>;
     const bool is_inside = is_there && c * 16 * kWords < bytes_left_;
-    const int next = layer.is_gated ? 0 : kTileColumns, tile_columns = kTileColumns + next;
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-      const char* const tile = from_ + static_cast<int64_t>(t * tile_columns) * layer.row_bytes + c * 16 * kWords;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        Access words = {};
-        if (is_inside && t * tile_columns + i * next < columns_left_) words = load_once<Access>(tile + i * apart_);
-        reinterpret_cast<Access&>(words_[c][t][i]) = words;
+    for (int i = 0; i < 2; ++i) {
+      Access words = {};
+      if (is_inside && (layer.is_gated ? 0 : i * kTileColumns) < columns_left_) {
+        words = load_once<Access>(from_ + i * apart_ + c * 16 * kWords);
       }
+      reinterpret_cast<Access&>(words_[c][i]) = words;
     }
   }
 
-  // sums += the products of piece `piece` of tile t in chunk c with 8 rows' pieces. `zeros`: of both outputs, see `unpack`.
+  // sums += the products of piece `piece` of chunk c with 8 rows' pieces. `zeros`: of both outputs, see `unpack`.
   template <int kHalves>
-  __device__ void multiply_add(float (&sums)[kHalves][4], int c, int t, int piece, const unsigned (&zeros)[2],
+  __device__ void multiply_add(float (&sums)[kHalves][4], int c, int piece, const unsigned (&zeros)[2],
                                const uint4 (&x)[kHalves]) const {
     constexpr int kOfPiece = kBits / 4, kPairs = 16 / kBits;
     unsigned low[4], high[4];
@@ -111,7 +108,7 @@ class LowBitPart {
     for (int w = 0; w < kOfPiece; ++w) {
       unsigned pairs[2][kPairs];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) unpack<T, kBits>(words_[c][t][i][piece * kOfPiece + w], zeros[i], pairs[i]);
+      for (int i = 0; i < 2; ++i) unpack<T, kBits>(words_[c][i][piece * kOfPiece + w], zeros[i], pairs[i]);
 #pragma unroll
       for (int p = 0; p < kPairs; ++p) low[w * kPairs + p] = pairs[0][p], high[w * kPairs + p] = pairs[1][p];
     }
@@ -123,18 +120,18 @@ class LowBitPart {
   }
 
  private:
-  alignas(16) unsigned words_[kChunks][kTiles][2][kWords];
+  alignas(16) unsigned words_[kChunks][2][kWords];
   const char* from_;
-  int64_t apart_;  // the two outputs of a tile, in bytes
+  int64_t apart_;  // the two outputs, in bytes
   int columns_left_, bytes_left_;
 };
 
 // Starts copying what a strip has of scales or zero points, [its outputs, groups], one of Value each, to shared memory:
 // first all outputs of the first weight, then those of a gate.
-template <typename Value, int kPlaces, typename T>
+template <typename Value, typename T>
 __device__ inline void copy_strip(void* to, const LowBitLayer<T>& layer, const void* const* of, int index, int strip) {
   const int weights = layer.is_gated ? 2 : 1, row_bytes = layer.groups * static_cast<int>(sizeof(Value));
-  const int bytes = kPlaces / weights * row_bytes;
+  const int bytes = kLowBitStrip / weights * row_bytes;
   const int64_t first = static_cast<int64_t>(strip) * bytes;
   const int64_t valid = static_cast<int64_t>(layer.widths[index]) * row_bytes - first;
 #pragma unroll 1
