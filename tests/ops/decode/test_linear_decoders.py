@@ -99,9 +99,9 @@ LAYERS = [
     pytest.param(1032, (137, 71, 8), {"norm": "gemma_rms_norm", "biased": True, "residual": True}, id="odd widths"),
     pytest.param(4104, (4097, 33, 5), {"norm": "layer_norm", "biased": True}, id="odd widths, large"),
     pytest.param(
-        1928, (3301, 65, 8), {"norm": "rms_norm", "biased": True, "residual": True}, id="odd widths, held rows"
+        1928, (4301, 65, 8), {"norm": "rms_norm", "biased": True, "residual": True}, id="odd widths, held rows"
     ),
-    pytest.param(1928, (3305,), {"residual": True}, id="odd width, held rows without a norm"),
+    pytest.param(1928, (4305,), {"residual": True}, id="odd width, held rows without a norm"),
     pytest.param(1001, (40, 24, 24), {"norm": "gemma_rms_norm"}, id="odd K"),
 ]
 
