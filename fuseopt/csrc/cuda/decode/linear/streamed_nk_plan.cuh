@@ -1,6 +1,8 @@
 // How decode_linear's streaming kernel for weights [N, K] shares out a layer: blocks that split K, stages of the ring.
 #pragma once
 
+#include <cstdlib>
+
 #include "cuda/decode/linear/held_rows.cuh"
 
 namespace fuseopt {
@@ -63,6 +65,8 @@ struct StreamedNKPlan {
 
   bool can_hold_rows(const DecodeLinear& layer) const {
     const bool has_norm_weight = layer.norm == kRmsNorm && scales_rows && layer.norm_weight.data != nullptr;
+    const char* const wanted = std::getenv("FUSEOPT_ROWS_IN_REGISTERS");
+    if (wanted != nullptr && *wanted == '0') return false;
     return is_sm90_or_newer() && halves == 2 && blocks == 1 && part_stages <= kHeldStages &&
            layer.input.dtype == layer.weight_dtype && (layer.norm == kNoNorm || has_norm_weight);
   }
