@@ -18,6 +18,9 @@ namespace fuseopt {
 template <typename T, typename X, bool kNorm, int kHalves, int kStages, bool kSums, bool kLowRank, bool kHeld>
 __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStages == 2 && !kLowRank ? 3 : 2)
     decode_linear_streamed_nk_kernel(const __grid_constant__ StreamLayer<T> layer) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  if constexpr (kHeld) return __trap();  // StreamedNKPlan holds rows on sm_90 only
+#endif
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int rows = layer.rows, columns = layer.in_features;
   const int rank = kHeld ? 0 : cluster_rank(), blocks = kHeld ? 1 : cluster_size();
