@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         128 + the signal's number after a signal: 130 or 143.
     """
     arguments = _parser().parse_args(argv)
-    with _ending_quietly() as received:
+    with _ending_quietly() as received, warnings.catch_warnings():
+        warnings.showwarning = _show_warning
         try:
             status = arguments.run(arguments) or 0
             sys.stdout.flush()
@@ -60,6 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             status = 2
     return 128 + received[0] if received else status
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    """Prints the message alone: the lines of code that Python names are not the user's."""
+    print(str(message), file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -262,7 +269,9 @@ def _fused(arguments: argparse.Namespace) -> PreTrainedModel:
     for name in ("train", "generate", "batch", "length", "time_limit"):
         if getattr(arguments, name):
             raise ConfigError(f"--{name.replace('_', '-')}: only --config auto measures; leave it out")
-    return fuseopt.initialize(_model(arguments), config)
+    model = _model(arguments)
+    warnings.filterwarnings("ignore", ".*matches nothing in the model", UserWarning)  # the report says it
+    return fuseopt.initialize(model, config)
 
 
 def _fused_by_auto(arguments: argparse.Namespace) -> PreTrainedModel:

@@ -6,6 +6,7 @@ In all of them `where` is the path of the key, such as "generation.max_batch".
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -81,6 +82,12 @@ def choice(where: str, value: Any, choices: Sequence[str]) -> str:
         hint = nearest(value, choices) if isinstance(value, str) else ""
         raise ConfigError(f"{where}: {shown(value)} is not one of {', '.join(choices)}; {hint}".rstrip("; "))
     return value
+
+
+def in_lines(names: Iterable[str]) -> str:
+    """Names, separated by commas, in lines of at most 100 columns with an indent."""
+    lines = textwrap.wrap(", ".join(names), 100, break_long_words=False, break_on_hyphens=False)
+    return textwrap.indent("\n".join(lines), "  ")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -44,7 +44,7 @@ class OpError(FuseoptError, ValueError):
 
 
 class NativeBuildError(FuseoptError, RuntimeError):
-    """The native library could not be compiled; the message holds the compiler's own words."""
+    """A source could not be compiled; the message has the compiler's first error and the path of a file with the rest."""
 
 
 class CompileError(FuseoptError, RuntimeError):

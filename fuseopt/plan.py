@@ -248,10 +248,11 @@ def _fallbacks(
 def _summary(index: ModelIndex, replacements: list[Replacement]) -> str:
     if not replacements:
         return NOTHING
-    modules = {r.sites[0].module_path for r in replacements} - {""}
+    # GenerationMixin's methods are the whole model's, which inside a peft model is a module too.
+    modules = {r.sites[0].module_path for r in replacements if r.source != "GenerationMixin"} - {""}
     parts = [f"{len(modules)} of {len(index.candidates)} modules replaced"] if modules else []
     parts += [what for target, what in _OF_WHOLE_MODELS.items() if any(r.target == target for r in replacements)]
-    return ", ".join(parts) or "attributes of the model replaced"
+    return ", ".join(parts) or f"{', '.join(dict.fromkeys(r.target for r in replacements))} set on the model"
 
 
 def _is_met(name: str, strategy: str, replacements: list[Replacement]) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from fuseopt.build.compiler_messages import build_error
 from fuseopt.build.toolchain import Recipe
 from fuseopt.errors import NativeBuildError
 
@@ -34,7 +35,7 @@ def build(
         publish: called as `publish(built, library)` to move the linked file to its place.
 
     Raises:
-        NativeBuildError: a compiler failed; the message is the compiler's.
+        NativeBuildError: a compiler failed; the message has its first error.
         OSError: the folder of `library` cannot be written.
     """
     with tempfile.TemporaryDirectory(prefix=f"{library.stem}.", dir=library.parent) as name:
@@ -151,7 +152,7 @@ def _run_ninja(command: Sequence[str]) -> Iterator[str]:
             else:
                 said.append(line)
     if process.returncode != 0:
-        raise NativeBuildError(f"{shlex.join(command)} failed with exit status {process.returncode}:\n{''.join(said)}")
+        raise _failed(command, process.returncode, "".join(said))
 
 
 def _run(command: Sequence[str]) -> None:
@@ -160,4 +161,8 @@ def _run(command: Sequence[str]) -> None:
     except OSError as error:
         raise NativeBuildError(f"{command[0]} cannot be started: {error}") from error
     if process.returncode != 0:
-        raise NativeBuildError(f"{shlex.join(command)} failed with exit status {process.returncode}:\n{process.stdout}")
+        raise _failed(command, process.returncode, process.stdout)
+
+
+def _failed(command: Sequence[str], status: int, said: str) -> NativeBuildError:
+    return build_error(f"{Path(command[0]).name} failed with exit status {status}", command, said)

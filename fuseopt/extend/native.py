@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fuseopt.build import library_cache, loader, toolchain
+from fuseopt.build.compiler_messages import build_error
 from fuseopt.errors import NativeBuildError, OpError, shown
 from fuseopt.extend import nvrtc
 from fuseopt.extend.backends import Kernel
@@ -153,7 +154,7 @@ def build(op: str, registered: str, kind: Kind, source: Source, recipe: toolchai
         recipe: for fuseopt's own library of that kind, whose flags are taken.
 
     Raises:
-        NativeBuildError: the compiler refuses the source; the message is the compiler's, with the source's lines.
+        NativeBuildError: the compiler refuses the source; the message has its first error, with file and line.
         library_cache.CacheError: the cache folder must not be used.
     """
     namespace, _, function = op.partition("::")
@@ -222,7 +223,7 @@ def cubin(source: Source, kernel: str, architecture: str) -> bytes:
         command = [nvcc, "-cubin", f"-arch=sm_{architecture}", "-O3", str(file), "-o", str(output), *here]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         if done.returncode != 0:
-            raise NativeBuildError(f"{source.label} does not compile:\n{done.stdout}")
+            raise build_error(f"{source.label} does not compile", command, done.stdout)
         return output.read_bytes()
 
 

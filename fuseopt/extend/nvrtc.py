@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fuseopt.build import toolchain
-from fuseopt.errors import NativeBuildError
+from fuseopt.build.compiler_messages import build_error
 from fuseopt.extend.own_library import Missing
 
 
@@ -23,7 +23,7 @@ def cubin(text: str, label: str, options: Sequence[str]) -> bytes:
 
     Raises:
         Missing: there is no NVRTC of torch's CUDA.
-        NativeBuildError: it refuses the source; the message is the compiler's, with file and line.
+        NativeBuildError: it refuses the source; the message has its first error, with file and line.
     """
     library = _library()
     program = ctypes.c_void_p()
@@ -33,7 +33,7 @@ def cubin(text: str, label: str, options: Sequence[str]) -> bytes:
         status = library.nvrtcCompileProgram(program, len(encoded), (ctypes.c_char_p * len(encoded))(*encoded))
         if status != 0:
             said = _text(library, program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
-            raise NativeBuildError(f"{label} does not compile:\n{said}")
+            raise build_error(f"{label} does not compile", (), said)
         return _text(library, program, "CUBIN")
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))

@@ -40,7 +40,7 @@ def library_of(
 
     Raises:
         Missing: it is not in the cache, and building is forbidden.
-        NativeBuildError: the compiler refuses the source; the message is the compiler's, with the source's lines.
+        NativeBuildError: the compiler refuses the source; the message has its first error, with file and line.
         library_cache.CacheError: the cache folder must not be used.
     """
     key = hashlib.sha256(f"{recipe.key}{command}{text}{digest}".encode()).hexdigest()[:16]

@@ -246,7 +246,7 @@ class Op:
             block: threads of a block, in up to three dimensions.
 
         Raises:
-            NativeBuildError: a source does not compile; the message is the compiler's, with file and line. What this
+            NativeBuildError: a source does not compile; the message has the first error, with file and line. What this
                 machine cannot build, as CUDA without a GPU or nvcc, is a reason in `choose` instead.
             OpError: there is no such file or kernel, or no source.
         """

@@ -111,7 +111,9 @@ class TorchOp:
         return self._op.signature.bind(self._op.name, given, named)
 
     def _save(self, backend: str, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-        gradients.save(ctx, self._op, backend, inputs, output)
+        # A formula may be that of one backend, so "auto" is resolved before it is known what to save.
+        resolved = self._op.choose(*inputs).backend if backend == "auto" else backend
+        gradients.save(ctx, self._op, resolved, inputs, output)
 
     def _differentiate(self, ctx: Any, *grads: Any) -> Any:
         op = self._op
@@ -123,9 +125,8 @@ class TorchOp:
         for argument, asked in zip(arguments[:given], ctx.needs_input_grad, strict=True):
             pairs = zip(argument, asked, strict=True) if isinstance(asked, (list, tuple)) else [(argument, asked)]
             needed += [needs for item, needs in pairs if isinstance(item, Tensor)]
-        backend = op.choose(*arguments).backend if ctx.backend == "auto" else ctx.backend
-        opaque = functools.partial(self._call_backward, backend)
-        following = iter(gradients.gradients(op, backend, arguments, outputs, grads, needed, formula=opaque))
+        opaque = functools.partial(self._call_backward, ctx.backend)
+        following = iter(gradients.gradients(op, ctx.backend, arguments, outputs, grads, needed, formula=opaque))
 
         def gradient(argument: Any) -> Any:
             if isinstance(argument, list) and any(True for _ in tensors_of((argument,))):

@@ -141,7 +141,7 @@ class FusedGenerate:
         return tuple({**vars(call), "tier": call.tier.value} for call in self.calls)
 
     def report_lines(self) -> tuple[str, ...]:
-        """Tier and reason of the last calls, and what is kept on the device, for the report."""
+        """Tier and reason of the last calls, and what is kept from call to call, for the report."""
         lines = (*self.calls, *self.checked.notes, *self.graphs.report_lines())
         return tuple(f"generate(): {line}" for line in lines)
 

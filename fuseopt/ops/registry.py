@@ -106,6 +106,11 @@ class Choice:
     refused: Mapping[str, list[str]]
     measured: str = ""
 
+    def __str__(self) -> str:
+        measured = f", the fastest here: {self.measured}" if self.measured else ""
+        refused = (f"\n  not {name}: {'; '.join(reasons)}" for name, reasons in self.refused.items())
+        return f"runs on {self.backend}{measured}{''.join(refused)}"
+
 
 @dataclass(frozen=True)
 class Op:

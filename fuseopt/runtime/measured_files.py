@@ -75,7 +75,8 @@ def device_name(device: str) -> str:
     except OSError:
         lines = []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "a processor")
-    return f"{model}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{model}, {threads} thread{'s' * (threads != 1)}"
 
 
 def _folder() -> Path:

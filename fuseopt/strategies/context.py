@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from fuseopt.build import loader
 from fuseopt.errors import BackendError
@@ -34,6 +35,16 @@ class BackendChoice:
     refused: str | None = None
     op: str | None = None
     wanted: str = "auto"
+
+
+def generating_site(index: ModelIndex, method: str) -> Site:
+    """A method of the model whose `generate` decodes: that in a peft model, which calls it, or the model itself."""
+    model = index.model
+    base = model.get_base_model() if hasattr(type(model), "get_base_model") else model
+    if not isinstance(base, nn.Module):
+        base = model
+    path = next((path for path, module in model.named_modules() if module is base), "")
+    return Site(base, method, f"{path}.{method}" if path else method)
 
 
 @dataclass(frozen=True)

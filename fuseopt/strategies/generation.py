@@ -10,12 +10,12 @@ from torch import nn
 from fuseopt.build import loader
 from fuseopt.config import Config, GenerationOptions
 from fuseopt.generation.families.step_interface import StepName, decode_step_class, registered_step
-from fuseopt.model_index import ModelIndex, Site
+from fuseopt.model_index import ModelIndex
 from fuseopt.models import ModelPolicy, full_name
 from fuseopt.modules import lora
 from fuseopt.ops import registry
 from fuseopt.plan import Replacement, Skip
-from fuseopt.strategies.context import BackendChoice, ProposalContext
+from fuseopt.strategies.context import BackendChoice, ProposalContext, generating_site
 
 _REQUEST = "generation"
 _TARGET = "FusedGenerate"
@@ -35,9 +35,8 @@ class GenerationStrategy:
     def propose(self, index: ModelIndex, policy: ModelPolicy, config: Config) -> Iterator[Replacement | Skip]:
         if config.generation is None or not config.generation.enable:
             return
-        model = generating_model(index.model)
-        model_class, path = type(model), _path_of(index, model)
-        sites = (Site(model, _METHOD, path),)
+        site = generating_site(index, _METHOD)
+        model, model_class = site.owner, type(site.owner)
         name = full_name(model_class)
         step = registered_step(name) or policy.decode_steps.get(name)
         reason = None
@@ -51,23 +50,12 @@ class GenerationStrategy:
             reason = "; ".join(decode_step_class(step).not_supported_reasons(model)) or None
         context = ProposalContext(index, policy, _REQUEST, self.name, choice=BackendChoice(libraries=_libraries(index)))
         if step is None or reason is not None:
-            yield context.skip(sites, model_class.__name__, _TARGET, reason or "")
+            yield context.skip((site,), model_class.__name__, _TARGET, reason or "")
             return
         build = functools.partial(_build, model, step, config.generation)
         adapted = {path: module for path, module in model.named_modules() if lora.is_lora_linear(module)}
         reason = f"{_REASON}; {lora.described(adapted)}" if adapted else _REASON
-        yield context.replacement(sites, "GenerationMixin", _TARGET, reason, build)
-
-
-def generating_model(model: nn.Module) -> nn.Module:
-    """The model whose `generate` decodes: that in a peft model, which calls it, or the model itself."""
-    base = model.get_base_model() if hasattr(type(model), "get_base_model") else model
-    return base if isinstance(base, nn.Module) else model
-
-
-def _path_of(index: ModelIndex, model: nn.Module) -> str:
-    path = next((path for path, module in index.model.named_modules() if module is model), "")
-    return f"{path}.{_METHOD}" if path else _METHOD
+        yield context.replacement((site,), "GenerationMixin", _TARGET, reason, build)
 
 
 def _libraries(index: ModelIndex) -> tuple[loader.Kind, ...]:

@@ -306,7 +306,7 @@ def test_calls_of_any_length_are_served_by_default():
     inputs = prompt(model, 1, 6, 3)
     model.generate(**inputs, max_new_tokens=40_000, eos_token_id=list(range(tiny.VOCAB)), pad_token_id=0)
     (call,) = fuseopt.report(model).generate_calls
-    assert call["tier"] == "T0" and call["cache"] == "1 rows and 40960 slots, 15.0 MiB of keys and values"
+    assert call["tier"] == "T0" and call["cache"] == "1 row and 40960 slots, 15.0 MiB of keys and values"
 
 
 @on_a_gpu

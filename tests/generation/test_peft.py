@@ -48,6 +48,22 @@ def test_an_unmerged_model_and_a_merged_one_decode_fast():
     assert "generate" not in vars(model.get_base_model())
 
 
+def test_a_preset_bans_ngrams_in_an_unmerged_model():
+    model = with_lora()
+    banned = {"max_new_tokens": 12, "do_sample": False, "no_repeat_ngram_size": 2}
+    wanted = model.generate(input_ids=IDS, **banned)
+    plan = fuseopt.plan(model, "inference")
+    (bans,) = (r for r in plan.replacements if r.target == "FusedNoRepeatNGram")
+    assert bans.sites[0].path == "base_model.model._get_logits_processor"
+    fuseopt.initialize(model, {"preset": "inference", "generation": {"enable": False}})
+    assert type(vars(model.get_base_model())["_get_logits_processor"]).__name__ == "FusedLogitsProcessors"
+    assert torch.equal(model.generate(input_ids=IDS, **banned), wanted)
+    names = ["FusedLayerNorm", "FusedNoRepeatNGram"]
+    kernels = {"kernel_fusion": {"custom_cuda_kernels": names, "jit": False}}
+    norms = sum(isinstance(module, torch.nn.LayerNorm) for module in model.modules())
+    assert fuseopt.plan(model, kernels | GENERATION).summary.startswith(f"{norms} of ")
+
+
 def test_virtual_tokens_are_left_to_transformers():
     model = peft.get_peft_model(gpt2(), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
     wanted = tokens(model)

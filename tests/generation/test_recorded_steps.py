@@ -189,3 +189,16 @@ def test_steps_are_dropped_with_restore_and_beyond_max_graphs():
     assert isinstance(graphs, StepGraphs) and graphs.steps == 2 and graphs.bytes > 0
     fuseopt.restore(model)
     assert "generate" not in vars(model)
+
+
+def test_the_report_says_recorded_and_nothing_of_a_gpu():
+    model = fuseopt.initialize(tiny.gpt2(), GENERATION)
+    assert fuseopt.report(model).since == ()
+    assert_as_stock(model, rows=1)
+    call, *kept = fuseopt.report(model).since
+    assert call == "generate(): T0 device loop: recorded steps"
+    assert kept[0].startswith("generate(): 1 step recorded, ") and kept[1].startswith(
+        "generate(): a cache of 1 row and "
+    )
+    assert_as_stock(model, rows=1, num_beams=3)
+    assert any(line.startswith("generate(): 2 steps recorded, ") for line in fuseopt.report(model).since)

@@ -614,7 +614,7 @@ EXTEND = (
     ),
     Mutant(
         "the decode loop is put on a peft model itself",
-        "fuseopt/strategies/generation.py",
+        "fuseopt/strategies/context.py",
         'base = model.get_base_model() if hasattr(type(model), "get_base_model") else model',
         "base = model",
         ("tests/generation/test_peft.py",),

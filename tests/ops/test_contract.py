@@ -53,6 +53,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
 ]
+# Of wrappers that all Triton kernels have in common: in quick runs one op's are interpreted.
+OF_ANY_KERNEL = (
+    "test_compiled_training_runs_the_raw_backward",
+    "test_compiles_into_one_graph",
+    "test_gradcheck_and_gradgradcheck",
+    "test_gradients_of_torch_func_equal_the_reference_s",
+    "test_gradients_through_checkpointing_are_the_same_bits",
+    "test_vmap_gives_the_stacked_results",
+)
 OPCHECK_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
@@ -64,7 +73,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         "differentiable_kernel": lambda: kernel_cases(differentiable_cases()),
     }
     for name in choices.keys() & set(metafunc.fixturenames):
-        metafunc.parametrize(name, choices[name]())
+        parameters = choices[name]()
+        if metafunc.function.__name__ in OF_ANY_KERNEL:
+            parameters = [_slow_to_interpret(parameter) for parameter in parameters]
+        metafunc.parametrize(name, parameters)
+
+
+def _slow_to_interpret(parameter: Any) -> Any:
+    """The parameter, marked as slow for the interpreter unless it is of the op that stands for the others."""
+    case = parameter.values[0]
+    if (case.backend, case.device.type) != ("triton", "cpu") or case.op.name == "layer_norm":
+        return parameter
+    return pytest.param(case, id=parameter.id, marks=[*parameter.marks, pytest.mark.slow])
 
 
 def forward_names(name: str, overload: str) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.initialization import no_init_weights
 
 from fuseopt.bench.harness.sizes import ARCHITECTURES
+from fuseopt.config_checks import in_lines, nearest
 from fuseopt.errors import ConfigError
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -43,11 +43,10 @@ def load_config(source: str, **overrides: Any) -> PreTrainedConfig:
         return AutoConfig.for_model(model_type, **{**_DEFAULTS.get(model_type, {}), **sizes, **overrides})
     is_folder = (Path(source) / "config.json").is_file()
     if not is_folder and not _MODEL_ID.fullmatch(source):
-        near = difflib.get_close_matches(source, list(ARCHITECTURES), n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = nearest(source, ARCHITECTURES)
         raise ConfigError(
-            f"{source!r} is neither a folder with a config.json, nor a model id (owner/name), nor an architecture "
-            f"known by name; {hint}names: {', '.join(ARCHITECTURES)}"
+            f"{source!r} is neither a folder with a config.json, nor a model id (owner/name), nor a name that fuseopt "
+            f"knows; {hint}names:\n{in_lines(ARCHITECTURES)}"
         )
     try:
         folder = Path(source) if is_folder else _cached_folder(source)

@@ -172,7 +172,8 @@ class Results:
     def origin(self) -> str:
         """Machine, versions, date and commit as one sentence."""
         on_gpu = self.machine["gpu"] != "none"
-        place = self.machine["gpu"] if on_gpu else f"{self.machine['cpu']}, {self.machine['threads']} threads"
+        place = self.machine["gpu"] if on_gpu else "{cpu}, {threads} thread".format_map(self.machine)
+        place += "s" * (not on_gpu and self.machine["threads"] != "1")
         versions = ", ".join(f"{name} {self.versions[name]}" for name in ("torch", "transformers", "python"))
         return f"{place}; {versions}; {self.date}, commit {self.commit or 'unknown'}."
 

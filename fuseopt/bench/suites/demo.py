@@ -1,4 +1,4 @@
-"""`python -m fuseopt demo`: two checkpoints on real text, then times at real size."""
+"""`fuseopt demo`: small trained checkpoints on real text, then times at real size."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ CHECKPOINTS = Path("examples", "checkpoints")
 # (number of prompts, new tokens for each) of a checkpoint.
 QUICK_TEXT = (2, 16)
 TEXT = (6, 32)
+_TIMES = "Times of models with random weights, stock and fused by the config in the second column."
+_QUICK_TIMES = f"{_TIMES} They are tiny, and run on one thread."
+_COLUMNS = "ms: median of a call. difference: the largest one from stock's output."
 
 
 def default_checkpoints() -> Path:
@@ -58,10 +61,12 @@ def _run(device: torch.device, quick: bool, checkpoints: Path, out: str | os.Pat
         print(f"{title}: {', '.join(f'{name} {value}' for name, value in entries.items())}")
     _show_checkpoints(checkpoints, device, *(QUICK_TEXT if quick else TEXT))
     sizes = QUICK if quick else GPU if device.type == "cuda" else CPU
-    print("\nTimes of stock transformers and of each way of fusing it; random weights.\n", flush=True)
+    print(f"\n{_QUICK_TIMES if quick else _TIMES}\n{_COLUMNS}\n", flush=True)
     records = measure(demo_cases(sizes, device), functools.partial(against_stock, device=device))
     results = Results.measured_here("demo, quick" if quick else "demo", records)
     print(results.to_markdown())
+    if quick:
+        print("\n`fuseopt demo` without --quick times models of real size.")
     if out is not None:
         results.save(out)
         print(f"\nwritten to {out}")

@@ -39,8 +39,8 @@ def show(folder: Path, prompts: Sequence[str], new_tokens: int, device: torch.de
         start = 0 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
         print(f"  {name}   {' '.join(tokenizer.decode(tokens[0, start:], skip_special_tokens=True).split())}")
     for name in DECODINGS:
-        agree = "the same tokens" if torch.equal(stock[name], fused[name]) else "OTHER TOKENS"
-        print(f"  {name + ', ngram ' + str(NGRAM):<28} {len(prompts)} prompts x {new_tokens} tokens: {agree}")
+        agree = "same tokens as stock" if torch.equal(stock[name], fused[name]) else "OTHER TOKENS THAN STOCK"
+        print(f"  {f'{name}, no_repeat_ngram_size {NGRAM}':<43} {len(prompts)} prompts x {new_tokens} tokens: {agree}")
 
 
 def _load(folder: Path) -> PreTrainedModel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -13,6 +12,7 @@ from fuseopt.bench.harness.op_cases import OpCase, sample, tensors
 from fuseopt.bench.harness.op_timing import time_op
 from fuseopt.bench.harness.records import Results
 from fuseopt.build import loader
+from fuseopt.config_checks import in_lines, nearest
 from fuseopt.errors import ConfigError
 from fuseopt.ops import registry
 
@@ -86,6 +86,6 @@ def _check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
     known = list(known)
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(f"no {what} named {name!r} is benchmarked; {hint}known: {', '.join(known)}")
+            raise ConfigError(
+                f"no {what} named {name!r} is benchmarked; {nearest(name, known)}known:\n{in_lines(known)}"
+            )

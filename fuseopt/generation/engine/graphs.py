@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -93,6 +93,12 @@ def _key(state: DecodeState, selection: Selection | None) -> Hashable:
     return state.sizes, None if selection is None else selection.key
 
 
+def _counted(steps: Collection[Any], prompts: Collection[Any]) -> str:
+    """ "2 steps and 1 prompt", without those that there are none of."""
+    counts = (len(steps), "step"), (len(prompts), "prompt")
+    return " and ".join(f"{count} {what}{'s' * (count != 1)}" for count, what in counts if count)
+
+
 class PromptWork(Work[_S]):
     """`forward` on the prompts in a state, run as `length` tokens a row, the last of which may be padding.
 
@@ -147,15 +153,19 @@ class StepGraphs(Captures):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _KEPT_PART
 
     def report_lines(self) -> Iterator[str]:
-        """What is kept on the device, and for which sizes."""
-        size = f"{self.bytes / 2**20:.1f} MiB of static tensors"
-        yield f"{self.steps} captured steps and {self.prompts} captured prompts, {size}"
-        for state in {id(work.state): work.state for work in self._works()}.values():
-            if not isinstance(state, DecodeState):
-                continue
-            kept: tuple[Any, ...] = self._steps, self._prompts
-            steps, prompts = (sum(work.state is state for work in works.values()) for works in kept)
-            yield f"a cache of {state.cache_size}, for {steps} captured steps and {prompts} captured prompts"
+        """What is kept from call to call, and for which sizes; nothing if nothing is."""
+        states = list({id(work.state): work.state for work in self._works()}.values())
+        if not states:
+            return
+        how = "captured as CUDA graphs" if states[0].device.type == "cuda" else "recorded"
+        kept = _counted(self._steps.values(), self._prompts.values())
+        yield f"{kept} {how}, {self.bytes / 2**20:.1f} MiB of static tensors"
+        for state in states:
+            if isinstance(state, DecodeState):
+                works = (
+                    [work for work in each.values() if work.state is state] for each in (self._steps, self._prompts)
+                )
+                yield f"a cache of {state.cache_size}, for {_counted(*works)}"
 
     def clear(self) -> None:
         """Waits for queued work and drops everything that is captured."""

@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
     beams: int = 1
 
     def __str__(self) -> str:
-        return f"{self.rows} rows and {self.capacity} slots"
+        return f"{self.rows} row{'s' * (self.rows != 1)} and {self.capacity} slots"
 
     @property
     def items(self) -> int:

@@ -112,3 +112,11 @@ def test_a_model_that_cannot_be_had_is_refused_with_the_reason(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(ConfigError, match="'architectures'"):
         weightless(load_config(str(tmp_path)), CPU)
+
+
+def test_an_unknown_name_gets_the_nearest_one_and_all_in_short_lines():
+    with pytest.raises(ConfigError, match="did you mean 'gpt2-medium'") as raised:
+        load_config("gpt2-meduim")
+    _, *names = str(raised.value).splitlines()
+    assert len(names) > 3 and all(len(line) <= 102 and line.startswith("  ") for line in names)
+    assert "".join(names).split() == ", ".join(ARCHITECTURES).split()

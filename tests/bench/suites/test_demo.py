@@ -63,7 +63,7 @@ def test_quick_demo_from_plan_to_table(capsys, checkpoints: Path, tmp_path):
     assert json.loads(out_file.read_text())["machine"]["threads"] == "1"
     for title in ("plan for GPT2LMHeadModel (policy gpt2)", "plan for T5ForConditionalGeneration (policy t5)"):
         assert title in out
-    assert out.count("the same tokens") == 6
+    assert out.count("same tokens as stock") == 6
     assert "OTHER TOKENS" not in out
     # Two prompts, 16 tokens, three rounds: all of it is to take well under a minute.
     assert out.count("2 prompts x 16 tokens") == 6
@@ -95,7 +95,7 @@ def test_a_checkpoint_that_raises_is_a_line_and_the_next_is_shown(capsys, checkp
     assert main(["demo", "--quick", "--device", "cpu", "--checkpoints", str(checkpoints)]) == 0
     out, err = capsys.readouterr()
     assert "gpt2: failed: RuntimeError: half a file" in out and "Traceback" in err
-    assert "plan for T5ForConditionalGeneration" in out and out.count("the same tokens") == 3
+    assert "plan for T5ForConditionalGeneration" in out and out.count("same tokens as stock") == 3
 
 
 def test_a_clone_in_the_current_folder_is_found_from_a_wheel(tmp_path, monkeypatch):

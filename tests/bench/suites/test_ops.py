@@ -47,7 +47,7 @@ def test_cases_by_name():
     [
         (["rms_nrom"], [], "no op named 'rms_nrom' is benchmarked; did you mean 'rms_norm'"),
         (["rms_norm"], ["65536x786"], "no shape named '65536x786' is benchmarked; did you mean '65536x768'"),
-        (["rms_norm"], ["64x262144"], "known: 65536x768, 16384x4096"),
+        (["rms_norm"], ["64x262144"], r"known:\s+65536x768, 16384x4096"),
     ],
 )
 def test_unknown_names_are_refused_with_the_nearest(names, shapes, message):
