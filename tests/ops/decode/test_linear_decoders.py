@@ -98,10 +98,6 @@ LAYERS = [
     pytest.param(256, (96, 96), {"activation": "relu", "gated": True}, id="small and gated without a norm"),
     pytest.param(1032, (137, 71, 8), {"norm": "gemma_rms_norm", "biased": True, "residual": True}, id="odd widths"),
     pytest.param(4104, (4097, 33, 5), {"norm": "layer_norm", "biased": True}, id="odd widths, large"),
-    pytest.param(
-        1928, (4301, 65, 8), {"norm": "rms_norm", "biased": True, "residual": True}, id="odd widths, held rows"
-    ),
-    pytest.param(1928, (4305,), {"residual": True}, id="odd width, held rows without a norm"),
     pytest.param(1001, (40, 24, 24), {"norm": "gemma_rms_norm"}, id="odd K"),
 ]
 
@@ -135,18 +131,16 @@ def test_layers_of_decoders(
 @pytest.mark.parametrize(
     ("rows", "columns", "widths", "options", "kernel"),
     [
-        (1, 2048, (3072, 1024, 1024), {"norm": "rms_norm"}, "streamed_nk_kernel<.*, true, 1, 3, false, false, false>"),
-        (1, 8192, (2048,), {}, "streamed_nk_kernel<.*, false, 1, 3, false, false, false>"),
+        (1, 2048, (3072, 1024, 1024), {"norm": "rms_norm"}, "streamed_nk_kernel<[^>]*, true, 1, 3, false, false>"),
+        (1, 8192, (2048,), {}, "streamed_nk_kernel<[^>]*, false, 1, 3, false, false>"),
         (
             1,
             2048,
             (8192, 8192),
             {"activation": "silu", "gated": True},
-            "streamed_nk_kernel<.*, false, 1, 3, false, false, false>",
+            "streamed_nk_kernel<[^>]*, false, 1, 3, false, false>",
         ),
-        (16, 4096, (4096, 1024, 1024), {"norm": "rms_norm"}, "streamed_nk_kernel<.*, true, 2, 2, false, false, false>"),
-        (16, 2048, (3072, 1024, 1024), {"norm": "rms_norm"}, "streamed_nk_kernel<.*, true, 2, 2, false, false, true>"),
-        (16, 2048, (8192,), {}, "streamed_nk_kernel<.*, false, 2, 2, false, false, true>"),
+        (16, 4096, (4096, 1024, 1024), {"norm": "rms_norm"}, "streamed_nk_kernel<[^>]*, true, 2, 2, false, false>"),
         (1, 1024, (2048, 1024, 1024), {"norm": "gemma_rms_norm"}, "skinny_mma_kernel"),
         (1, 1001, (40, 24, 24), {}, "plain_kernel"),
     ],
@@ -156,8 +150,6 @@ def test_kernels_that_layers_of_decoders_take(
     rows: int, columns: int, widths: tuple[int, ...], options: dict, kernel: str
 ) -> None:
     x, *weights = (torch.randn(n, columns, device="cuda", dtype=torch.bfloat16) for n in (rows, *widths))
-    if "norm" in options:
-        options = {**options, "norm_weight": torch.randn(columns, device="cuda", dtype=torch.bfloat16)}
     assert re.search(kernel, kernels_of(lambda: decode_linear(x, weights, **options)))
 
 

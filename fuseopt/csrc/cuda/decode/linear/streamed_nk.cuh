@@ -8,42 +8,40 @@
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/stream_rows.cuh"
 #include "cuda/decode/linear/low_rank.cuh"
-#include "cuda/decode/linear/streamed_nk_plan.cuh"
 #include "cuda/decode/linear/row_moments.cuh"
 #include "cuda/decode/select/token_rules.cuh"
 
 namespace fuseopt {
 
-// kSums: whether the input is a sum. kLowRank: whether weights have updates. kHeld: whether the rows are in registers.
-template <typename T, typename X, bool kNorm, int kHalves, int kStages, bool kSums, bool kLowRank, bool kHeld>
+// TUNED: measurement not recorded (e15abea); `fuseopt bench kernels --model gpt2-xl` measures it again.
+constexpr int kMaxStreamedNKCluster = 8;
+constexpr int kSumsStride = kStreamColumns + 4;  // 4: rows of sums start in different banks
+
+// kSums: whether the input is a sum. kLowRank: whether weights have updates.
+template <typename T, typename X, bool kNorm, int kHalves, int kStages, bool kSums, bool kLowRank>
 __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStages == 2 && !kLowRank ? 3 : 2)
     decode_linear_streamed_nk_kernel(const __grid_constant__ StreamLayer<T> layer) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  if constexpr (kHeld) return __trap();  // StreamedNKPlan holds rows on sm_90 only
-#endif
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int rows = layer.rows, columns = layer.in_features;
-  const int rank = kHeld ? 0 : cluster_rank(), blocks = kHeld ? 1 : cluster_size();
+  const int rank = cluster_rank(), blocks = cluster_size();
   const int part = rank * kStreamWarps + warp, parts = blocks * kStreamWarps;
   const int part_columns = layer.part_stages * kStageK;
   const int own_stages = WeightStream<T>::stages_of(layer, part);
   const int held_stages = blocks > 1 ? layer.part_stages : own_stages;
 
-  // Stages [ring_warps][kStages]; the block's rows [kHalves], unless in registers; of a norm, parameters [2][block_columns],
-  // or its weight beside rows in registers; sums [warps][rows][kSumsStride], of the cluster's other blocks [blocks - 1][rows]
-  // [kSumsStride]; of a norm, moments [parts][rows]. The weight of rows that are scaled as they are loaded is where these
-  // will be.
+  // Stages [ring_warps][kStages]; the block's rows [kHalves]; of a norm, parameters [2][block_columns]; sums
+  // [warps][rows][kSumsStride], of the cluster's other blocks [blocks - 1][rows][kSumsStride]; of a norm, moments
+  // [parts][rows]. The weight of rows that are scaled as they are loaded is where these will be.
   extern __shared__ __align__(kRingAlignment) char rings[];
   __shared__ Mailbox mailbox;
-  const int half_bytes = kHeld ? 0 : StreamRows<T, X>::bytes(layer.slot_bits, layer.block_columns);
+  const int half_bytes = StreamRows<T, X>::bytes(layer.slot_bits, layer.block_columns);
   char* const stages = rings + warp * kStages * kStageBytes;
   char* const rows_at = rings + layer.ring_warps * kStages * kStageBytes;
   T* const params = reinterpret_cast<T*>(rows_at + kHalves * half_bytes);
   T *const scale = params + warp * part_columns, *const shift = scale + layer.block_columns;
   constexpr bool kCanScale = kNorm && std::is_same_v<T, __nv_bfloat16> && std::is_same_v<X, T>;
-  const bool scales_rows = kCanScale && (kHeld || layer.scales_rows);
-  const int parameters = !kNorm ? 0 : kHeld ? layer.block_columns : scales_rows ? 0 : 2 * layer.block_columns;
-  float* const sums_of = reinterpret_cast<float*>(params + parameters);
+  const bool scales_rows = kCanScale && layer.scales_rows;
+  float* const sums_of = reinterpret_cast<float*>(params + (kNorm && !scales_rows ? 2 * layer.block_columns : 0));
   float* const inbox = sums_of + kStreamWarps * rows * kSumsStride;
   Moments* const moments = reinterpret_cast<Moments*>(inbox + (blocks - 1) * rows * kSumsStride);
 
@@ -56,15 +54,15 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
     char* const at = rows_at + half * half_bytes + StreamRows<T, X>::bytes(layer.slot_bits, warp * part_columns);
     return StreamRows<T, X>(at, layer, held_stages * kStageK, half * kHalfRows);
   };
-  if constexpr (kCanScale && !kHeld) {
+  if constexpr (kCanScale) {
     for (int h = 0; scales_rows && layer.norm_weight != nullptr && h < kHalves; ++h) {
       rows_of(h).fetch_scale(layer, part * part_columns);
     }
   }
 #pragma unroll 1
-  for (int k = lane * kLaneValues; parameters > 0 && k < held_stages * kStageK; k += kWarpSize * kLaneValues) {
+  for (int k = lane * kLaneValues; kNorm && !scales_rows && k < held_stages * kStageK; k += kWarpSize * kLaneValues) {
     const int64_t at = part * part_columns + k;
-    if (layer.norm_weight != nullptr) copy_async(scale + k, layer.norm_weight + at, at < columns);
+    if (at < columns && layer.norm_weight != nullptr) copy_async(scale + k, layer.norm_weight + at, true);
     if (at < columns && layer.norm_bias != nullptr) copy_async(shift + k, layer.norm_bias + at, true);
   }
   end_copy_group();
@@ -125,16 +123,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   if (kGivesBest && layer.rules.of_tokens != nullptr) rules = RulesInForce(layer.rules, *layer.sequence_length);
 
   const bool is_first_of_row = lane % 4 == 0 && lane < 4 << layer.slot_bits;
-  HeldRows<T, kHeld ? kHalves : 1> held;
-  if constexpr (kHeld) {
-    held.load(layer, part * part_columns);
-#pragma unroll
-    for (int h = 0; kNorm && h < kHalves; ++h) {
-      const float squares = held.squares(h);
-      const int row = lane / 4 + h * kHalfRows;
-      if (lane % 4 == 0 && row < rows) moments[part * rows + row] = {0.f, squares};
-    }
-  } else if constexpr (kCanScale) {
+  if constexpr (kCanScale) {
 #pragma unroll 1
     for (int h = 0; scales_rows && h < kHalves; ++h) {
       StreamRows<T, X> x = rows_of(h);
@@ -145,7 +134,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   }
   // Each block of a cluster takes the moments of whole rows, of its own part at last.
 #pragma unroll 1
-  for (int other = kHeld || scales_rows ? -1 : kNorm ? parts - kStreamWarps : 0; other >= 0; other -= kStreamWarps) {
+  for (int other = scales_rows ? -1 : kNorm ? parts - kStreamWarps : 0; other >= 0; other -= kStreamWarps) {
     const int of_part = part + other < parts ? part + other : part + other - parts, first_k = of_part * part_columns;
 #pragma unroll 1
     for (int h = 0; h < kHalves; ++h) {
@@ -177,24 +166,17 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
 #pragma unroll 1
   while (true) {
     float sums[kHalves][kStreamTiles / 2][4] = {};
-    const auto multiply_stage = [&](int s) {
+#pragma unroll 1
+    for (int s = 0; s < own_stages; ++s) {
       await_copy_groups<kStages - 1>();
       __syncwarp();
 #pragma unroll
       for (int c = 0; c < kStageChunks; ++c) {
         uint4 words[kStreamTiles];
         weight.load(stages + stage, c, words);
-        uint4 factors;  // of the norm
-        if constexpr (kHeld && kNorm) {
-          factors = *reinterpret_cast<const uint4*>(scale + s * kStageK + c * kChunk + lane % 4 * kLaneValues);
-        }
 #pragma unroll
         for (int h = 0; h < kHalves; ++h) {
-          const int chunk = s * kStageChunks + c;
-          uint4 x;
-          if constexpr (kHeld && kNorm) x = held.scaled_operand(h, chunk, factors);
-          else if constexpr (kHeld) x = held.operand(h, chunk);
-          else x = rows_of(h)[chunk];
+          const uint4 x = rows_of(h)[s * kStageChunks + c];
 #pragma unroll
           for (int j = 0; j < kStreamTiles; j += 2) {
             const uint4 &low = words[j], &high = words[j + 1];
@@ -206,15 +188,6 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
       __syncwarp();
       weight.fetch(stages + stage);
       stage = stage == (kStages - 1) * kStageBytes ? 0 : stage + kStageBytes;
-    };
-    if constexpr (kHeld) {
-#pragma unroll
-      for (int s = 0; s < kHeldStages; ++s) {
-        if (s < own_stages) multiply_stage(s);
-      }
-    } else {
-#pragma unroll 1
-      for (int s = 0; s < own_stages; ++s) multiply_stage(s);
     }
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
@@ -289,8 +262,74 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   if (lane == 0 && warp < rows) layer.best[warp * own.step + own.strip] = best;
 }
 
-template <typename T, typename X, bool kNorm, int kHalves, int kStages, bool kSums = false, bool kLowRank = false,
-          bool kHeld = false>
+// How a layer's work is shared out, if it is for these kernels.
+struct StreamedNKPlan {
+  int strips[DecodeLinear::kMaxWeights] = {}, all_strips = 0;  // of each weight
+  int slot_bits, halves;
+  int blocks = 1;       // that share out K
+  int stages = 3;
+  int part_stages, ring_warps, block_columns;
+  bool scales_rows;
+  size_t shared_bytes;
+
+  explicit StreamedNKPlan(const DecodeLinear& layer)
+      : slot_bits(0), halves(layer.rows > kHalfRows ? 2 : 1) {
+    for (int i = 0; i < (layer.gated ? 1 : layer.weight_count); ++i) {
+      strips[i] = static_cast<int>(ceil_div(layer.widths[i], layer.gated ? kStreamColumns / 2 : kStreamColumns));
+      all_strips += strips[i];
+    }
+    while (1 << slot_bits < std::min<int64_t>(layer.rows, kHalfRows)) ++slot_bits;
+    // A few blocks for a strip, where there are few strips. With more than 8 rows a multiprocessor has room for one.
+    if (halves == 2) stages = 2;
+    split(layer);
+    while (is_sm90_or_newer() && blocks < kMaxStreamedNKCluster &&
+           (2 * all_strips * blocks <= multiprocessor_count() ||
+            (halves == 1 && all_strips * blocks < multiprocessor_count() && part_stages > kLongPart) ||
+            (halves == 2 && per_multiprocessor() < 1))) {
+      blocks *= 2;
+      split(layer);
+    }
+    // With more rows no second block fits, so a block has as long a ring as fits.
+    const int most = halves == 1 ? 3 : layer.input.dtype == layer.weight_dtype ? 4 : 2;
+    const int wanted = halves == 2 ? 1 : 2;
+    for (stages = most, split(layer); stages > 2 && per_multiprocessor() < wanted;) {
+      --stages;
+      split(layer);
+    }
+  }
+
+  int per_multiprocessor() const {
+    constexpr size_t kReserved = 1024 + kRingAlignment;  // for each block, by the system and what the kernel declares
+    return static_cast<int>(shared_bytes_of_multiprocessor() / (shared_bytes + kReserved));
+  }
+  // Of a weight: as many as there is room for, with as many strips each; a cluster adds up one strip only.
+  int clusters(int weight = 0) const {
+    if (blocks > 1) return strips[weight];
+    const int64_t room = multiprocessor_count() * std::min(per_multiprocessor(), 2);
+    return static_cast<int>(ceil_div(strips[weight], ceil_div(all_strips, room)));
+  }
+
+ private:
+  static constexpr int kLongPart = 4;
+
+  void split(const DecodeLinear& layer) {
+    const int all_stages = static_cast<int>(ceil_div(layer.in_features, kStageK)), parts = blocks * kStreamWarps;
+    const size_t x_bytes = layer.input.dtype == kFloat32 ? sizeof(float) : sizeof(uint16_t);
+    part_stages = static_cast<int>(ceil_div(all_stages, parts));
+    ring_warps = blocks == 1 ? static_cast<int>(ceil_div(all_stages, part_stages)) : kStreamWarps;
+    block_columns = (blocks == 1 ? all_stages : part_stages * kStreamWarps) * kStageK;
+    shared_bytes = ring_warps * stages * kStageBytes + halves * (block_columns << slot_bits) * x_bytes +
+                   sizeof(float) * layer.rows * (kStreamWarps + blocks - 1) * kSumsStride;
+    // bfloat16 has float32's range: rows can be multiplied by the norm's weight before they are by 1 / deviation.
+    scales_rows = layer.weight_dtype == kBFloat16 && layer.input.dtype == kBFloat16 && blocks == 1 &&
+                  (layer.norm == kRmsNorm || layer.norm == kGemmaRmsNorm);
+    if (layer.norm != kNoNorm) {
+      shared_bytes += (scales_rows ? 0 : 2 * block_columns * sizeof(uint16_t)) + parts * layer.rows * sizeof(Moments);
+    }
+  }
+};
+
+template <typename T, typename X, bool kNorm, int kHalves, int kStages, bool kSums = false, bool kLowRank = false>
 cudaError_t launch_streamed_nk_as(const DecodeLinear& layer, const StreamedNKPlan& plan, cudaStream_t stream) {
   StreamLayer<T> of{mma_layer<T>(layer)};
   of.is_gated = layer.gated;
@@ -311,8 +350,8 @@ cudaError_t launch_streamed_nk_as(const DecodeLinear& layer, const StreamedNKPla
                           static_cast<unsigned>(plan.blocks)};
   of.share_prefetch(shape);
   if (kLowRank) of.share_ranks(shape.blocks);
-  return launch_dependent(decode_linear_streamed_nk_kernel<T, X, kNorm, kHalves, kStages, kSums, kLowRank, kHeld>, of,
-                          shape, layer.pdl, stream);
+  return launch_dependent(decode_linear_streamed_nk_kernel<T, X, kNorm, kHalves, kStages, kSums, kLowRank>, of, shape,
+                          layer.pdl, stream);
 }
 
 template <typename T, typename X, bool kNorm>
@@ -323,9 +362,6 @@ cudaError_t launch_streamed_nk(const DecodeLinear& layer, cudaStream_t stream) {
   }
   if (plan.halves == 2) {
     if constexpr (std::is_same_v<T, X>) {
-      if constexpr (!kNorm || std::is_same_v<T, __nv_bfloat16>) {
-        if (plan.holds_rows) return launch_streamed_nk_as<T, T, kNorm, 2, 2, false, false, true>(layer, plan, stream);
-      }
       if (plan.stages == 4) return launch_streamed_nk_as<T, T, kNorm, 2, 4>(layer, plan, stream);
       if (plan.stages == 3) return launch_streamed_nk_as<T, T, kNorm, 2, 3>(layer, plan, stream);
     }
