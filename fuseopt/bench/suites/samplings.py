@@ -13,7 +13,7 @@ from fuseopt.bench.harness.generate_rows import GENERATION, Row
 from fuseopt.bench.harness.measure import SECONDS_PER_CASE, measure
 from fuseopt.bench.harness.records import Record, Results
 from fuseopt.bench.harness.workloads import fuse, parameter_sharing_copy
-from fuseopt.runtime.timer import time_in_turns, work_seconds
+from fuseopt.runtime.timer import Timing, time_in_turns, work_seconds
 
 GREEDY = "greedy"
 # Without `top_k`, generate() takes 50.
@@ -30,6 +30,7 @@ SAMPLINGS: Mapping[str, Mapping[str, float]] = {
 ROWS = tuple(Row("gpt2", batch) for batch in (1, 8, 64))
 # Calls before the first sample: the loop's steps are captured in the first ones.
 _WARM_UP, _ROUNDS = 3, 9
+_FIRST = ", one token"
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,9 @@ class _Case:
 
 
 def run(*, device: torch.device, rows: Sequence[Row] = (), dtype: torch.dtype | None = None) -> Results:
-    """Times whole calls per new token; each setting's note has its time over greedy, the median of the rounds.
+    """Times whole calls per new token, and calls for one token; notes say what a setting's steps take over greedy's.
+
+    A step is a whole call without one for one token, divided by the remaining tokens. Notes are medians of the rounds.
 
     Args:
         rows: greedy ones; `ROWS` by default.
@@ -63,7 +66,9 @@ def _records(case: _Case, device: torch.device) -> list[Record]:
     for name, sampling in {GREEDY: None, **SAMPLINGS}.items():
         twin = parameter_sharing_copy(model)
         fuse(twin, "generation", GENERATION)
-        calls[name] = functools.partial(replace(row, sampling=sampling).work(device, row.new), twin)
+        sampled = replace(row, sampling=sampling)
+        calls[name] = functools.partial(sampled.work(device, row.new), twin)
+        calls[name + _FIRST] = functools.partial(sampled.work(device, 1), twin)
     timings = time_in_turns(
         calls,
         functools.partial(work_seconds, device=device),
@@ -71,10 +76,18 @@ def _records(case: _Case, device: torch.device) -> list[Record]:
         warm_up=_WARM_UP,
         seconds=SECONDS_PER_CASE,
     )
-    timings = {name: timing.per(row.new) for name, timing in timings.items()}
+    steps = {name: _steps(timings[name], timings[name + _FIRST], row.new) for name in (GREEDY, *SAMPLINGS)}
     records = []
-    for name, timing in timings.items():
-        over = [own - greedy for own, greedy in zip(timing.samples, timings[GREEDY].samples, strict=True)]
-        note = None if name == GREEDY else f"{statistics.median(over) * 1e6:+.1f} us over greedy"
-        records.append(Record.of(case.name, name, timing, None, tokens=row.batch, note=note))
+    for name, of_steps in steps.items():
+        over = [own - greedy for own, greedy in zip(of_steps, steps[GREEDY], strict=True)]
+        note = None if name == GREEDY else f"{statistics.median(over) * 1e6:+.1f} us a step over greedy"
+        first = timings[name + _FIRST].seconds.median * 1e6
+        timing = timings[name].per(row.new)
+        records.append(Record.of(case.name, name, timing, None, tokens=row.batch, first_token_us=first, note=note))
     return records
+
+
+def _steps(whole: Timing, first: Timing, new: int) -> list[float]:
+    """Seconds of a step in each round; of a call for one token there is none but the first."""
+    pairs = zip(whole.samples, first.samples, strict=True)
+    return [(all_tokens - one) / max(new - 1, 1) for all_tokens, one in pairs]

@@ -15,18 +15,22 @@ def test_each_setting_is_timed_beside_greedy(monkeypatch):
     tokens, said = {}, {}
 
     def time_in_turns(calls, sample, **options):
-        tokens.update({name: call() for name, call in calls.items()})
-        said.update({name: call.args[0].generate.calls[-1] for name, call in calls.items()})
-        # A call of greedy takes 4, 8 and 2 s, and each setting in turn one second more than the one before.
-        return {name: Timing((4.0 + i, 8.0 + i, 2.0 + i)) for i, name in enumerate(calls)}
+        whole = [name for name in calls if not name.endswith(samplings._FIRST)]
+        tokens.update({name: calls[name]() for name in whole})
+        said.update({name: calls[name].args[0].generate.calls[-1] for name in whole})
+        assert all(calls[name + samplings._FIRST]().shape == (2, 6) for name in whole)
+        # Calls of greedy take 4, 8 and 2 s, of each setting 3 s more than the one before; one token takes 1 s.
+        times = {name: Timing((4.0 + 3 * i, 8.0 + 3 * i, 2.0 + 3 * i)) for i, name in enumerate(whole)}
+        return times | {name + samplings._FIRST: Timing((1.0, 1.0, 1.0)) for name in whole}
 
     monkeypatch.setattr(samplings, "time_in_turns", time_in_turns)
     results = samplings.run(device=CPU, rows=[Row("gpt2-tiny", 2, prompt=5, new=4)])
     greedy, *others = results.rows
     assert greedy.case == "a token of gpt2-tiny generate, 2 x (5 + 4), greedy, float32 or sampled"
     assert (greedy.variant, greedy.note, greedy.milliseconds[1], greedy.tokens) == ("greedy", None, 1000.0, 2)
+    assert {row.first_token_us for row in results.rows} == {1e6}
     assert [row.variant for row in others] == list(samplings.SAMPLINGS)
-    assert [row.note for row in others] == [f"+{250000.0 * i:.1f} us over greedy" for i in range(1, len(others) + 1)]
+    assert [row.note for row in others] == [f"+{i}000000.0 us a step over greedy" for i in range(1, len(others) + 1)]
     assert all(call.steps for call in said.values())
     model = Row("gpt2-tiny", 2).random_model(CPU, torch.float32)
     for name, sampling in samplings.SAMPLINGS.items():
