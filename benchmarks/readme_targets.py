@@ -30,14 +30,13 @@ def _row(file: str, case: str, variant: str = "generation") -> Record | None:
     return next((row for row in found if row.milliseconds is not None), None)
 
 
+def _newest(files: tuple[str, ...], case: str, variant: str = "generation") -> Record | None:
+    return next((row for file in files if (row := _row(file, case, variant))), None)
+
+
 def _microseconds(row: Record) -> float:
     assert row.milliseconds is not None
     return row.milliseconds[1] * 1e3
-
-
-def _time(file: str, case: str) -> float | None:
-    row = _row(file, case)
-    return None if row is None else _microseconds(row)
 
 
 def _number(value: float) -> str:
@@ -52,36 +51,33 @@ def _cells(what: str, target: float, reached: float | None, note: str, *, least:
 
 
 def _decoders() -> Iterator[_Cells]:
-    file, chain = "generate-decoders-h200", "2026-11-30-launches-beside-attention"
+    files, chain = ("generate-llama-h200", "generate-decoders-h200"), "2026-11-30-launches-beside-attention"
     for what, target, case in (
         ("Llama-3.2-1B, 1 row, us a token", 640, "llama-3.2-1b generate, 1 x (128 + 128), greedy"),
         ("Llama-3.2-1B, 16 rows, us a token", 850, "llama-3.2-1b generate, 16 x (128 + 128)"),
         ("Llama-3.2-1B, 4 rows of 4 beams, us a token", 850, "llama-3.2-1b generate, 4 x (128 + 128), 4 beams"),
         ("Qwen3-0.6B, 1 row, us a token", 335, "qwen3-0.6b generate, 1 x (128 + 128)"),
     ):
-        yield _cells(what, target, _time(file, case), chain)
-    large = _row(file, "llama-3.1-8b") or _row("generate-8b-h200", "llama-3.1-8b")
+        row = _newest(files, case)
+        yield _cells(what, target, row and _microseconds(row), chain)
+    large = _newest(files, "llama-3.1-8b")
     yield _cells("Llama-3.1-8B, 1 row, of floor", 0.88, large and large.of_floor, chain, least=True)
-    prompt = _row(file, "(2048 + 8)")
+    prompt = _newest(files, "(2048 + 8)")
     milliseconds = prompt and prompt.first_token_us and prompt.first_token_us / 1e3
     yield _cells("Llama-3.2-1B, first token of 2048, ms", 8.3, milliseconds, "2026-11-30-long-caches-and-prompts")
-    first, eager = _row(file, "1b generate, 1 x (128 + 64)"), _row(file, "1b generate, 1 x (128 + 64)", STOCK)
+    first, eager = (_newest(files, "1b generate, 1 x (128 + 64)", variant) for variant in ("generation", STOCK))
     beyond = None
     if first and eager and first.first_seconds and eager.first_seconds:
         beyond = first.first_seconds - eager.first_seconds
     yield _cells("Llama-3.2-1B, first call in a process beyond eager's, s", 1, beyond, chain)
 
 
-def _newest(files: tuple[str, ...], model: str, variant: str = "generation") -> Record | None:
-    return next((row for file in files if (row := _row(file, f"of {model} generate", variant))), None)
-
-
 def _families() -> Iterator[_Cells]:
     files = ("generate-families-h200", "generate-families-earlier-h200")
-    rows = {row.model: found for row in FAMILY_ROWS if (found := _newest(files, row.model))}
+    rows = {row.model: found for row in FAMILY_ROWS if (found := _newest(files, f"of {row.model} generate"))}
     floors = {model: row.of_floor or 0 for model, row in rows.items()}
     met = [model for model, share in floors.items() if share >= (0.5 if model in _SMALL else 0.8)]
-    static = {model: found for model in rows if (found := _newest(files, model, STATIC))}
+    static = {model: found for model in rows if (found := _newest(files, f"of {model} generate", STATIC))}
     over = {model: _microseconds(row) / _microseconds(rows[model]) for model, row in static.items()}
     faster = [model for model, ratio in over.items() if ratio >= 3]
     note = f"[bound]({_NOTES}2026-11-30-families-beside-their-floor.md)"
@@ -116,7 +112,8 @@ def _float32() -> Iterator[_Cells]:
         ("T5-base, float32, 32 rows of 4 beams, us a token", 1200, "t5-base generate, 32 x"),
     ):
         note = "2026-11-30-float32-attention-and-tiles"
-        yield _cells(what, target, _time("generate-float32-h200", case), note)
+        row = _row("generate-float32-h200", case)
+        yield _cells(what, target, row and _microseconds(row), note)
 
 
 def _sampling() -> Iterator[_Cells]:
