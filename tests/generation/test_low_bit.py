@@ -189,3 +189,12 @@ def test_a_config_survives_json() -> None:
     for weights in ("int4", {"bits": 8, "exclude": ["lm_head"]}, None):
         config = fuseopt.Config.load({"generation": {"weights": weights}})
         assert fuseopt.Config.load(config.to_json()) == config
+
+
+def test_verify_does_not_require_the_tokens_of_the_unquantised_model() -> None:
+    model = tiny.gpt2()
+    inputs = prompt(model, 2, 5, seed=3)
+    quantised = fuseopt.verify(model, {"generation": {"weights": {"bits": 4, "group": 32}}}, inputs)
+    assert quantised.ok and not quantised.tokens_count and quantised.tokens_agree is not None
+    assert "not required, as generate() decodes with weights in int4, groups of 32" in str(quantised)
+    assert fuseopt.verify(model, {"generation": {"enable": True}}, inputs).tokens_count
