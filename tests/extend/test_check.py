@@ -11,6 +11,7 @@ import fuseopt
 from fuseopt.cli import main
 from fuseopt.errors import OpError
 from fuseopt.extend import backends
+from tests.extend.failures import failures
 
 
 @pytest.fixture
@@ -36,12 +37,6 @@ def op() -> fuseopt.Op:
         return grad * b, grad * a, grad
 
     return mul_add_relu
-
-
-def failures(op: fuseopt.Op, **options) -> dict[str, str]:
-    report = fuseopt.check(op, device="cpu", **options)
-    assert report.ok == (not report.failures)
-    return {row.check: row.detail for row in report.failures if row.backend == "cpu"}
 
 
 def test_a_right_op_is_ok_and_the_table_says_what_was_tried(op):

@@ -188,6 +188,7 @@ def test_the_signature_is_the_class_own(graphs):
     assert graphs.calls == 1
 
 
+@pytest.mark.slow
 def test_new_shapes_and_masks_never_reuse_a_wrong_graph(graphs):
     fused = model_of("gpt2")
     stock = copy.deepcopy(fused)

@@ -33,8 +33,9 @@ struct LowBitWeight {
       FUSEOPT_CHECK(groups() == 1 && scales.scalar_type() == ScalarType::Float && !zeros, kOp,
                     "int8 takes scales [N, 1] of float32, and no zeros");
     } else {
-      FUSEOPT_CHECK(group * groups() == in_features && (group == 32 || group == 64 || group == 128), kOp,
-                    "groups must be of 32, 64 or 128 inputs");
+      const bool is_power_of_two = (group & (group - 1)) == 0;
+      FUSEOPT_CHECK(group >= kNibblesPerWord && is_power_of_two && group * groups() == in_features, kOp,
+                    "groups must be of 8, 16, 32, ... inputs");
     }
     FUSEOPT_CHECK(!zeros || (zeros->dim() == 2 && zeros->size(0) == out_features() && zeros->size(1) == groups()), kOp,
                   "zeros must be [N, groups]");

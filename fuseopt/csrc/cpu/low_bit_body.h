@@ -170,7 +170,9 @@ inline void low_bit_sums(const LowBitProducts& p, const int64_t (&lines)[kLines]
     Vector<float> zeros[kLines], scales[kLines], parts[kRows][kLines];
     unrolled<kLines>([&](auto line) {
       std::memcpy(&words[line], data[line], sizeof(Words));
-      __builtin_prefetch(data[line] + kLines * line_bytes);
+      // TUNED: EPYC 9004, one thread, int8 [2304, 768]: 5.8 to 6.8 GB/s without, 8 to 10 into the L1 cache, 11 to 13
+      // one group of lines ahead, 13 to 16 so.
+      __builtin_prefetch(data[line] + 2 * kLines * line_bytes, 0, 2);
       data[line] += sizeof(Words);
       if constexpr (kHasZeros) zeros[line] = groups.zeros(line, begin);
       if constexpr (kHasGroups) scales[line] = groups.scales(line, begin);

@@ -33,7 +33,7 @@ def needs_the_library() -> None:
         pytest.skip(reasons[0])
 
 
-@pytest.fixture(params=[1, 3, 11])
+@pytest.fixture(params=[1, 11])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -53,7 +53,7 @@ def expected(x: Tensor, weights: list[LowBitWeight], *args: Any, **options: Any)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 64])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 64])
 def test_a_layer_that_threads_share(rows: int, kind: str, dtype: torch.dtype, threads: int) -> None:
     torch.manual_seed(rows)
     inputs = {"int8": 331}.get(kind, 384)
@@ -156,7 +156,7 @@ def bad_calls() -> dict[str, Callable[[LowBitWeight], list[Any]]]:
     return {
         "values must be": lambda w: [[w.values[:, :-1]], [w.scales], []],
         "needs scales for each weight": lambda w: [[w.values], [], []],
-        "groups must be of 32, 64 or 128": lambda w: [[w.values], [w.scales[:, :1]], []],
+        "groups must be of 8, 16, 32": lambda w: [[w.values], [w.scales[:, :3]], []],
         "zeros must be": lambda w: [[w.values], [w.scales], [w.zeros[:, :1]]],
     }
 
