@@ -9,6 +9,7 @@ to see.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,11 @@ class EagerCalls:
         self.listed: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         self.call_directly: Any = None
         self._run_directly: Any = None
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A hash of the op's sources: another one where a result, a fake or a gradient may be another."""
+        return hashlib.sha256("\0".join(measured.sources_of_op(self.op, self._kernels)).encode()).hexdigest()[:16]
 
     def order(self, backend: str, device: str) -> tuple[tuple[Kernel, ...], dict[str, list[str]]]:
         """The kernels to ask, in order, and the reasons of those that cannot run on the type of device at all.

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.fx import operator_schemas
 
 from fuseopt.errors import BackendError, OpError
-from fuseopt.extend import gradients
+from fuseopt.extend import compile_caches, gradients
 from fuseopt.extend.backends import COMPILE, REFERENCE, noting
 from fuseopt.extend.signature import arguments_of, as_results, tensors_of, without_autocast_for
 
@@ -99,6 +99,7 @@ class TorchOp:
     def run_fake(self, *given: Any, **named: Any) -> Any:
         """The op on tensors without data."""
         op, arguments = self._op, self._bound(given, named)
+        compile_caches.tag(op.name, op.calls.digest)
         if op.fake_function is not None:
             with noting(f"the fake of {op.name}"):
                 return op.fake_function(*arguments)

@@ -1,14 +1,16 @@
 """Formulas for a gradient under torch.compile and from torch.ops: of one backend, of lists, of several results."""
 
+import warnings
+
 import pytest
 import torch
+import torch.compiler.config as settings
 from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch.nn import functional as F
 
 import fuseopt
-
-# A backend of torch.compile, or torch's own op in eager mode.
-WAYS = ("aot_eager", "inductor", "torch.ops")
 
 
 def drawn(*shapes):
@@ -22,7 +24,7 @@ def give_formula(op, backend, formula):
 
 
 def differentiated(way, op, function, inputs):
-    """Gradients of the results of `function(op, *inputs)`, their squares summed up, calls made in one of WAYS."""
+    """Gradients of the squares' sum of `function(op, *inputs)`; `way`: a backend of torch.compile, or torch.ops."""
     if way == "torch.ops":
         results = function(op.overload(), *inputs)
     else:
@@ -38,7 +40,7 @@ def check(way, op, function, inputs):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ("inductor", "torch.ops"))
 @pytest.mark.parametrize("backend", ["cpu", None], ids=str)
 def test_chained_layers_whose_formula_reads_the_result(way, backend):
     @fuseopt.op("mine::layer")
@@ -68,7 +70,7 @@ def test_chained_layers_whose_formula_reads_the_result(way, backend):
     assert read == [(5, 4), (5, 7)]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ("aot_eager", "torch.ops"))
 @pytest.mark.parametrize("backend", ["cpu", None], ids=str)
 def test_lists_optional_tensors_and_several_results(way, backend):
     @fuseopt.op("mine::mixed")
@@ -98,3 +100,30 @@ def test_lists_optional_tensors_and_several_results(way, backend):
 
     check(way, mixed, twice, drawn((3, 4), (3, 4), (3, 4)))
     assert read == [2, 2]
+
+
+def test_torch_compile_takes_nothing_from_its_caches_for_an_op_that_has_changed():
+    (x,) = drawn((3,))
+
+    def gradient(factor: float, formula=None):
+        def scaled(x: Tensor) -> Tensor:
+            return x * factor
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is registered again
+            op = fuseopt.op("mine::scaled")(scaled)
+        op.kernel("cpu")(lambda x: x * factor)
+        if formula is not None:
+            op.backward("cpu")(formula)
+        torch._dynamo.reset()
+        before = counters["aot_autograd"]["autograd_cache_hit"]
+        found = torch.autograd.grad(torch.compile(lambda x: op(x))(x).sum(), x)[0]
+        return found[0].item(), counters["aot_autograd"]["autograd_cache_hit"] - before
+
+    with fresh_cache(), settings.patch(cache_key_tag="tag-of-the-user"):
+        assert gradient(2.0) == (2, 0)
+        assert gradient(2.0) == (2, 1)
+        assert gradient(3.0) == (3, 0)
+        assert gradient(3.0, lambda inputs, output, grad: grad * 5) == (5, 0)
+        assert gradient(3.0, lambda inputs, output, grad: grad * 7) == (7, 0)
+        assert settings.cache_key_tag.split()[0] == "tag-of-the-user" and len(settings.cache_key_tag.split()) == 2
