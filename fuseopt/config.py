@@ -14,13 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from fuseopt.config_checks import boolean, check_keys, choice, count, fraction, nearest, typed
+from fuseopt.config_checks import boolean, check_keys, choice, count, fraction, nearest, one_of, typed
 from fuseopt.config_file import read_json
 from fuseopt.errors import ConfigError, shown
 from fuseopt.kernel_table import CUSTOM, TRITON, kernels, listed, preset_config
 from fuseopt.kernel_table import PRESETS as PRESET_NAMES
-from fuseopt.module_paths import EVERYTHING, ModulePaths, module_paths
+from fuseopt.module_paths import EVERYTHING, ModulePaths, module_paths, patterns
 
+GROUPS = (32, 64, 128)
 JIT_BACKENDS = ("torchscript", "inductor")
 MEMORY_BACKENDS = ("inductor", "aot_eager")
 AUTO = "auto"
@@ -95,6 +96,32 @@ class KernelFusion:
 
 
 @dataclass(frozen=True)
+class LowBitOptions:
+    """How the weights that decode steps read are quantised.
+
+    Attributes:
+        bits: 8, with a scale for each output; or 4, with a scale for each output and group of inputs.
+        group: number of neighbouring inputs that share a scale: 32, 64 or 128. Without effect with 8 bits.
+        symmetric: False gives each group of 4 bits a zero point too.
+        exclude: modules to leave, by paths as in `kernel_fusion.exclude`, such as "lm_head".
+    """
+
+    bits: int = 4
+    group: int = 128
+    symmetric: bool = True
+    exclude: tuple[str, ...] = ()
+
+    @property
+    def paths(self) -> ModulePaths:
+        """The modules that may be quantised."""
+        return ModulePaths(exclude=self.exclude)
+
+    def __str__(self) -> str:
+        groups = f", groups of {self.group}" + ("" if self.symmetric else " with zero points")
+        return f"int{self.bits}" + (groups if self.bits == 4 else "")
+
+
+@dataclass(frozen=True)
 class GenerationOptions:
     """The `generation` block with its defaults: the decode loop behind `generate()`.
 
@@ -104,12 +131,15 @@ class GenerationOptions:
         max_length: calls that need a longer key-value cache, in tokens, run by transformers; None for no limit but the
             model's.
         max_graphs: number of captured steps kept, and on a GPU twice as many prompts. 0 captures none.
+        weights: "int8" or "int4" to decode with quantised copies of the weights, or a dict of options; None for the
+            model's own.
     """
 
     enable: bool = True
     max_batch: int = 256
     max_length: int | None = None
     max_graphs: int = 8
+    weights: LowBitOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -155,7 +185,7 @@ class Config:
         memory = fusion.memory_efficient_fusion
         return {
             **({} if self.preset is None else {"preset": self.preset}),
-            **({} if self.generation is None else {"generation": asdict(self.generation)}),
+            **({} if self.generation is None else {"generation": _plain(asdict(self.generation))}),
             "kernel_fusion": {
                 "enable": fusion.enable,
                 "jit": {"backend": fusion.jit.backend} if fusion.jit else False,
@@ -171,6 +201,13 @@ class Config:
     def to_json(self) -> str:
         """`to_dict` as JSON text, which `Config.load` reads."""
         return json.dumps(self.to_dict(), indent=2)
+
+
+def _plain(value: Any) -> Any:
+    """`value` with lists in place of tuples."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def as_written(source: Any) -> Any:
@@ -247,7 +284,32 @@ def _generation(block: Mapping[str, Any]) -> GenerationOptions:
         max_batch=count("generation.max_batch", block.get("max_batch", default.max_batch), 1),
         max_length=None if length is None else count("generation.max_length", length, 1),
         max_graphs=count("generation.max_graphs", block.get("max_graphs", default.max_graphs), 0),
+        weights=_low_bit(block.get("weights")),
     )
+
+
+def _low_bit(value: Any) -> LowBitOptions | None:
+    where, default = "generation.weights", LowBitOptions()
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return LowBitOptions(bits=int(choice(where, value, ("int8", "int4"))[3:]))
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{where}: expected 'int8', 'int4' or a dict such as {{'bits': 4, 'group': 64}}, got {type(value).__name__}"
+        )
+    check_keys(where, value, tuple(LowBitOptions.__dataclass_fields__))
+    if "bits" not in value:
+        raise ConfigError(f"{where}: the dict has no 'bits'; give 8 or 4")
+    options = LowBitOptions(
+        bits=one_of(f"{where}.bits", value["bits"], (8, 4)),
+        group=one_of(f"{where}.group", value.get("group", default.group), GROUPS),
+        symmetric=boolean(f"{where}.symmetric", value.get("symmetric", default.symmetric)),
+        exclude=patterns(f"{where}.exclude", value.get("exclude", default.exclude)),
+    )
+    if options.bits == 8 and not options.symmetric:
+        raise ConfigError(f"{where}.symmetric: 8 bits have no zero points; use 4 bits, or remove the key")
+    return options
 
 
 def _kernel_fusion(block: Mapping[str, Any]) -> KernelFusion:

@@ -84,6 +84,13 @@ def choice(where: str, value: Any, choices: Sequence[str]) -> str:
     return value
 
 
+def one_of(where: str, value: Any, choices: Sequence[int]) -> int:
+    """`value`, if it is one of these ints."""
+    if isinstance(value, bool) or not isinstance(value, int) or value not in choices:
+        raise ConfigError(f"{where}: {shown(value)} is not one of {', '.join(map(str, choices))}")
+    return value
+
+
 def in_lines(names: Iterable[str]) -> str:
     """Names, separated by commas, in lines of at most 100 columns with an indent."""
     lines = textwrap.wrap(", ".join(names), 100, break_long_words=False, break_on_hyphens=False)

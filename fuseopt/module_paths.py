@@ -39,8 +39,8 @@ class ModulePaths:
             return f"`exclude` names it: {excluding!r}"
         return None if any(_matches(pattern, names) for pattern in self.only) else "`only` does not name it"
 
-    def unmatched(self, paths: Iterable[str]) -> Iterator[str]:
-        """A message for each pattern that names none of the modules at `paths`."""
+    def unmatched(self, paths: Iterable[str], block: str = "kernel_fusion") -> Iterator[str]:
+        """A message for each pattern, of a block of the config, that names none of the modules at `paths`."""
         if self.only == EVERYTHING and not self.exclude:
             return
         known = list(paths)
@@ -48,7 +48,7 @@ class ModulePaths:
             for pattern in patterns:
                 if not _matches(pattern, known):
                     hint = nearest(pattern, known).strip()
-                    yield f"kernel_fusion.{key}: {shown(pattern)} matches no module of the model; {hint}".rstrip("; ")
+                    yield f"{block}.{key}: {shown(pattern)} matches no module of the model; {hint}".rstrip("; ")
 
 
 def module_paths(block: Mapping[str, Any]) -> ModulePaths:
@@ -57,8 +57,8 @@ def module_paths(block: Mapping[str, Any]) -> ModulePaths:
     Raises:
         ConfigError: one of them is no list of patterns, or they leave no module.
     """
-    only = _patterns("only", block.get("only", EVERYTHING))
-    exclude = _patterns("exclude", block.get("exclude", ()))
+    only = patterns("kernel_fusion.only", block.get("only", EVERYTHING))
+    exclude = patterns("kernel_fusion.exclude", block.get("exclude", ()))
     if not only:
         raise ConfigError("kernel_fusion.only: the list is empty, so nothing would be replaced; use `enable: false`")
     for pattern in only:
@@ -71,8 +71,12 @@ def module_paths(block: Mapping[str, Any]) -> ModulePaths:
     return ModulePaths(only, exclude)
 
 
-def _patterns(key: str, value: Any) -> tuple[str, ...]:
-    where = f"kernel_fusion.{key}"
+def patterns(where: str, value: Any) -> tuple[str, ...]:
+    """`value` as patterns of module paths.
+
+    Raises:
+        ConfigError: it is no list of them.
+    """
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise ConfigError(f"{where}: expected a list of module paths, such as ['encoder.*'], got {shown(value)}")
     for position, pattern in enumerate(value):

@@ -306,6 +306,7 @@ def test_more_tokens_than_a_model_has_positions_are_refused(command, capsys):
     assert " positions of GPT2LMHeadModel" in printed
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_ends_a_command_quietly():
     command = f"{sys.executable} -m fuseopt env | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)

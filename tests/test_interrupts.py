@@ -92,7 +92,9 @@ def assert_whole_wherever_interrupted(
     assert interruptions > 100
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.endswith("again")) for name in CALLS]
+)
 def test_interrupted_anywhere_a_model_is_wholly_stock_or_wholly_fused(name):
     # What verify computes takes long, and most of its bytecodes are in what it calls.
     everywhere, sampled = ((), 250) if name == "verify" else (EVERYWHERE, 50)

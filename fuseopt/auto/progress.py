@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from fuseopt.runtime.announcements import is_bar_disabled
 
 _FORMAT = "{desc} {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} s{postfix}"
 
@@ -28,12 +29,9 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def bar(time_limit: float) -> Iterator[Any]:
-    """A tqdm bar of seconds, on a terminal only; silent where transformers' bars are (`disable_progress_bar`)."""
+    """A tqdm bar of seconds, where `is_bar_disabled` does not say otherwise."""
     from tqdm import tqdm
 
-    bars: Any = sys.modules.get("transformers.utils.logging")
-    is_silent = bars is not None and not bars.is_progress_bar_enabled()
-    # None: silent if stderr is no terminal.
-    disable = True if is_silent else None
-    with tqdm(desc="fuseopt auto", total=time_limit, bar_format=_FORMAT, leave=False, disable=disable) as shown:
+    options: dict[str, Any] = {"bar_format": _FORMAT, "leave": False, "disable": is_bar_disabled()}
+    with tqdm(desc="fuseopt auto", total=time_limit, **options) as shown:
         yield shown

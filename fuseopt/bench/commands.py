@@ -118,6 +118,11 @@ def _add_generate(parser: Any) -> None:
         "--first-call", action="store_true", help="time the first call of a fresh process too, for each row and system"
     )
     parser.add_argument(
+        "--samplings",
+        action="store_true",
+        help="common settings of sampling beside greedy, all with the decode loop; default: GPT-2, 1, 8, 64 rows",
+    )
+    parser.add_argument(
         "--lora",
         type=command_options.positive,
         metavar="N",
@@ -170,9 +175,14 @@ _SIZES, _SAMPLING = ("prompt", "new", "beams", "ngram"), ("temperature", "top_k"
 
 
 def _bench_generate(arguments: argparse.Namespace) -> int:
-    from fuseopt.bench.suites import generate
+    from fuseopt.bench.suites import generate, samplings
 
     options = _generate_options(arguments)
+    if arguments.samplings:
+        others = ("families", "sample", "config", "compile", "first_call", "lora")
+        if given := [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name)]:
+            raise ConfigError(f"--samplings: has its own settings; leave out {', '.join(given)}")
+        return _bench(arguments, functools.partial(samplings.run, rows=options["rows"], dtype=options["dtype"]))
     if arguments.lora:
         if not arguments.model:
             raise ConfigError("--lora: also name a model, such as --model gpt2")

@@ -41,6 +41,7 @@ constexpr Dtypes kOnlyInt = set_of(ScalarType::Int);
 constexpr Dtypes kIntegers = kOnlyLong | kOnlyInt;
 constexpr Dtypes kOnlyBool = set_of(ScalarType::Bool);
 constexpr Dtypes kOnlyByte = set_of(ScalarType::Byte);
+constexpr Dtypes kOnlyChar = set_of(ScalarType::Char);
 
 struct NamedType {
   ScalarType type;
@@ -50,13 +51,13 @@ struct NamedType {
 constexpr NamedType kNamedTypes[] = {
     {ScalarType::BFloat16, "bfloat16"}, {ScalarType::Float, "float32"}, {ScalarType::Half, "float16"},
     {ScalarType::Long, "int64"},        {ScalarType::Int, "int32"},     {ScalarType::Byte, "uint8"},
-    {ScalarType::Bool, "bool"},         {ScalarType::Double, "float64"}};
+    {ScalarType::Bool, "bool"},         {ScalarType::Double, "float64"}, {ScalarType::Char, "int8"}};
 
 // torch's numbers of `kNamedTypes`.
 inline const auto& known_numbers() {
   static const std::array<int32_t, std::size(kNamedTypes)> numbers = {
       aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float32(), aoti_torch_dtype_float16(), aoti_torch_dtype_int64(),
-      aoti_torch_dtype_int32(),    aoti_torch_dtype_uint8(),   aoti_torch_dtype_bool(),    aoti_torch_dtype_float64()};
+      aoti_torch_dtype_int32(),    aoti_torch_dtype_uint8(),   aoti_torch_dtype_bool(),    aoti_torch_dtype_float64(), aoti_torch_dtype_int8()};
   return numbers;
 }
 

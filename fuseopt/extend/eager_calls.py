@@ -1,6 +1,7 @@
 """Eager calls of a user's op: which kernel runs, and results as the op promises them.
 
-A call that nothing observes goes to `call_own` of csrc/python, which chooses and runs a kernel in C++.
+A call that nothing observes goes to `call_own` of csrc/python, which chooses and runs a kernel in C++, and makes its
+node of autograd there.
 `EagerCalls.call` does the same in Python: where that library is not built, under autocast, and for calls that torch has
 to see.
 """
@@ -8,6 +9,7 @@ to see.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +49,11 @@ class EagerCalls:
         self.listed: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         self.call_directly: Any = None
         self._run_directly: Any = None
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A hash of the op's sources: another one where a result, a fake or a gradient may be another."""
+        return hashlib.sha256("\0".join(measured.sources_of_op(self.op, self._kernels)).encode()).hexdigest()[:16]
 
     def order(self, backend: str, device: str) -> tuple[tuple[Kernel, ...], dict[str, list[str]]]:
         """The kernels to ask, in order, and the reasons of those that cannot run on the type of device at all.
@@ -163,9 +170,14 @@ class EagerCalls:
         op, backend = self.op, kernel.backend
         if backend in PLAIN and op.formula(backend) is None:
             return None
-        if op.signature.has_lists or op.signature.results is None:  # autograd.Function does not look into them
-            return lambda *arguments: op.seen_by_torch(backend, arguments)
-        return functools.partial(gradients.differentiable_call, self, kernel)
+        if self._is_flat:
+            return functools.partial(gradients.differentiable_call, self, kernel)
+        return lambda *arguments: op.seen_by_torch(backend, arguments)
+
+    @property
+    def _is_flat(self) -> bool:
+        """Whether neither arguments nor results have lists of tensors, into which no node of autograd looks."""
+        return not self.op.signature.has_lists and self.op.signature.results is not None
 
     def _list(self, backend: str, device: str) -> None:
         """Let further calls of a backend run directly, if the library for that is loaded."""
@@ -182,7 +194,11 @@ class EagerCalls:
                     raw.settle("", device, kernel.raw._schema.name, kernel.raw._schema.overload_name)
                 except RuntimeError:  # a schema with other types than DirectCalls reads
                     raw = None
-            gradient = self._gradient(kernel)
+            gradient: Any = self._gradient(kernel)
+            if gradient is not None and self._is_flat:
+                differentiated = functools.partial(gradients.gradients, self.op, kernel.backend)
+                reads_results = self.op.formula(kernel.backend) is not None
+                gradient = differentiated, reads_results, functools.partial(gradients.as_python_node, self.op, kernel)
             self._direct[kernel] = (kernel, kernel.function, raw, kernel.supports, results, gradient, kernel.name)
         listed[backend] = tuple(self._direct[kernel] for kernel in self.order(backend, device)[0])
         self.call_directly, self._run_directly = library.call_own, library.run_own

@@ -114,7 +114,7 @@ def _name(op: Op, kernels: Mapping[str, Kernel], device: str) -> str:
 def sources_of_op(op: Op, kernels: Mapping[str, Kernel]) -> Iterator[str]:
     """The op's name, and what names its kernels and their code."""
     yield op.name
-    functions = [op.function]
+    functions = [op.function] if op.fake_function is None else [op.function, op.fake_function]
     for kernel in kernels.values():
         yield repr((kernel.backend, kernel.raw and kernel.raw._schema.name))
         formula = op.formula(kernel.backend)
@@ -152,3 +152,5 @@ def _sources(function: Any, seen: set[int]) -> Iterator[str]:
             continue
         if callable(inner):
             yield from _sources(inner, seen)
+        elif isinstance(inner, (bool, int, float, str)):
+            yield repr(inner)

@@ -200,6 +200,7 @@ class Op:
         """Decorator for the op on tensors without data: the function's arguments -> empty results, contiguous."""
         check_takes(self.name, "fake", function, *self.signature.names)
         self.fake_function = function
+        self._renew_calls()
         return function
 
     def samples(self, function: FunctionT) -> FunctionT:

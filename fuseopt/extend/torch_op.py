@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.fx import operator_schemas
 
 from fuseopt.errors import BackendError, OpError
-from fuseopt.extend import gradients
+from fuseopt.extend import compile_caches, gradients
 from fuseopt.extend.backends import COMPILE, REFERENCE, noting
 from fuseopt.extend.signature import arguments_of, as_results, tensors_of, without_autocast_for
 
@@ -99,6 +99,7 @@ class TorchOp:
     def run_fake(self, *given: Any, **named: Any) -> Any:
         """The op on tensors without data."""
         op, arguments = self._op, self._bound(given, named)
+        compile_caches.tag(op.name, op.calls.digest)
         if op.fake_function is not None:
             with noting(f"the fake of {op.name}"):
                 return op.fake_function(*arguments)
@@ -111,7 +112,9 @@ class TorchOp:
         return self._op.signature.bind(self._op.name, given, named)
 
     def _save(self, backend: str, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-        gradients.save(ctx, self._op, backend, inputs, output)
+        # A formula may be that of one backend, so "auto" is resolved before it is known what to save.
+        resolved = self._op.choose(*inputs).backend if backend == "auto" else backend
+        gradients.save(ctx, self._op, resolved, inputs, output)
 
     def _differentiate(self, ctx: Any, *grads: Any) -> Any:
         op = self._op
@@ -123,9 +126,8 @@ class TorchOp:
         for argument, asked in zip(arguments[:given], ctx.needs_input_grad, strict=True):
             pairs = zip(argument, asked, strict=True) if isinstance(asked, (list, tuple)) else [(argument, asked)]
             needed += [needs for item, needs in pairs if isinstance(item, Tensor)]
-        backend = op.choose(*arguments).backend if ctx.backend == "auto" else ctx.backend
-        opaque = functools.partial(self._call_backward, backend)
-        following = iter(gradients.gradients(op, backend, arguments, outputs, grads, needed, formula=opaque))
+        opaque = functools.partial(self._call_backward, ctx.backend)
+        following = iter(gradients.gradients(op, ctx.backend, arguments, outputs, grads, needed, formula=opaque))
 
         def gradient(argument: Any) -> Any:
             if isinstance(argument, list) and any(True for _ in tensors_of((argument,))):

@@ -24,6 +24,7 @@ from fuseopt.generation.engine.device_constants import DeviceConstantCache
 from fuseopt.generation.engine.device_loop import DeviceLoop
 from fuseopt.generation.engine.graphs import StepGraphs
 from fuseopt.generation.engine.layers import has_kernel
+from fuseopt.generation.engine.low_bit import LowBitWeights
 from fuseopt.generation.engine.state import DecodeState, Sizes
 from fuseopt.generation.engine.token_stream import TokenStream
 from fuseopt.generation.families.step_interface import StepName, decode_step_class
@@ -102,7 +103,9 @@ class FusedGenerate:
 
     def _bind(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self.checked = CheckedStep(model, decode_step_class(self._step_name), self.graphs)
+        step_class, weights = decode_step_class(self._step_name), self.options.weights
+        low_bit = LowBitWeights(weights) if weights is not None and step_class.takes_low_bit else None
+        self.checked = CheckedStep(model, step_class, self.graphs, low_bit)
         self.early_prefill = EarlyPrefill(self.checked, self.graphs, self.options.max_batch, self.options.max_length)
         self.proxy = CachingModelProxy(model)
 

@@ -15,6 +15,7 @@ from fuseopt.ops.decode.embedding import decode_embedding
 from fuseopt.ops.decode.head_select import decode_head_select_
 from fuseopt.ops.decode.linear import decode_linear
 from fuseopt.ops.decode.linear_partials import decode_linear_of_sum, decode_linear_partials
+from fuseopt.ops.decode.low_bit_linear import decode_low_bit_linear, low_bit_linear
 from fuseopt.ops.decode.low_rank import decode_linear_low_rank
 from fuseopt.ops.decode.prompt_attention import prompt_attention_
 from fuseopt.ops.decode.qkv_attention import decode_qkv_attention_
@@ -29,6 +30,7 @@ from fuseopt.ops.gelu import gelu
 from fuseopt.ops.layer_norm import layer_norm
 from fuseopt.ops.layer_norm_of_sum_bwd import layer_norm_of_sum_bwd
 from fuseopt.ops.linear_cross_entropy import linear_cross_entropy
+from fuseopt.ops.low_bit import LowBitWeight, dequantize, quantize
 from fuseopt.ops.no_repeat_ngram import encoder_no_repeat_ngram, no_repeat_ngram
 from fuseopt.ops.process_logits import process_logits
 from fuseopt.ops.relative_attention import relative_attention
@@ -40,6 +42,7 @@ from fuseopt.ops.tuned_matmul import tuned_matmul
 
 __all__ = [
     "LogitsEdits",
+    "LowBitWeight",
     "SamplingFilters",
     "add_layer_norm",
     "add_rms_norm",
@@ -55,11 +58,13 @@ __all__ = [
     "decode_linear_low_rank",
     "decode_linear_of_sum",
     "decode_linear_partials",
+    "decode_low_bit_linear",
     "decode_qkv_attention_",
     "decode_rotary_store_",
     "decode_sample_",
     "decode_select_",
     "decode_softmax_linear",
+    "dequantize",
     "drawn_continuations",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
@@ -71,9 +76,11 @@ __all__ = [
     "layer_norm",
     "layer_norm_of_sum_bwd",
     "linear_cross_entropy",
+    "low_bit_linear",
     "no_repeat_ngram",
     "process_logits",
     "prompt_attention_",
+    "quantize",
     "relative_attention",
     "rms_norm",
     "rotary_embedding",

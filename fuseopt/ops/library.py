@@ -29,6 +29,8 @@ _TAKES = {
     "seed": (torch.int64,),
     "in_range": (torch.bool,),
     "mask": (*FLOATING, torch.bool),
+    "values": (torch.int8, torch.int32),
+    "zeros": (torch.uint8,),
 }
 
 TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
@@ -16,6 +16,13 @@ def announce(message: str) -> None:
     distributed = torch.distributed
     is_first = not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
     _LOGGER.log(logging.INFO if is_first else logging.DEBUG, "fuseopt: %s", message)
+
+
+def is_bar_disabled() -> bool | None:
+    """tqdm's `disable` for fuseopt's bars: on a terminal only, and not where transformers' bars are switched off."""
+    bars: Any = sys.modules.get("transformers.utils.logging")
+    # None: silent if stderr is no terminal.
+    return True if bars is not None and not bars.is_progress_bar_enabled() else None
 
 
 class _LastResort(logging.StreamHandler[TextIO]):

@@ -13,6 +13,7 @@ from fuseopt.generation.families.step_interface import StepName, decode_step_cla
 from fuseopt.model_index import ModelIndex
 from fuseopt.models import ModelPolicy, full_name
 from fuseopt.modules import lora
+from fuseopt.modules.children import unexpected_modules
 from fuseopt.ops import registry
 from fuseopt.plan import Replacement, Skip
 from fuseopt.strategies.context import BackendChoice, ProposalContext, generating_site
@@ -54,8 +55,23 @@ class GenerationStrategy:
             return
         build = functools.partial(_build, model, step, config.generation)
         adapted = {path: module for path, module in model.named_modules() if lora.is_lora_linear(module)}
-        reason = f"{_REASON}; {lora.described(adapted)}" if adapted else _REASON
+        notes = (*((lora.described(adapted),) if adapted else ()), *_low_bit_notes(model, step, config.generation))
+        reason = "; ".join((_REASON, *notes))
         yield context.replacement((site,), "GenerationMixin", _TARGET, reason, build)
+
+
+def _low_bit_notes(model: nn.Module, step: StepName, options: GenerationOptions) -> Iterator[str]:
+    """What would be quantised, and why not."""
+    if options.weights is None:
+        return
+    step_class = decode_step_class(step)
+    if not step_class.takes_low_bit:
+        yield f"no weight in {options.weights}: {step_class.__name__} reads the model's own"
+    elif unexpected_modules(model, step_class.children, step_class.roots(model), lora.without_lora):
+        yield f"weights in {options.weights}: none, since transformers decodes"
+    else:
+        yield f"weights in {options.weights}: {step_class.low_bit_choice(model, options.weights)}"
+        yield from options.weights.paths.unmatched((path for path, _ in model.named_modules()), "generation.weights")
 
 
 def _libraries(index: ModelIndex) -> tuple[loader.Kind, ...]:

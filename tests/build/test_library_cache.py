@@ -205,6 +205,7 @@ def test_what_is_not_what_was_built_is_built_again(built, logging_compiler, monk
     assert load_again(monkeypatch).origin == "cache"
 
 
+@pytest.mark.slow
 def test_a_truncated_library_kills_no_process_and_is_built_once(built, csrc, logging_compiler):
     cut_off(built)
     statement = "print(loader.state('cpu').status, loader.load('cpu').status)"

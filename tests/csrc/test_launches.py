@@ -1,7 +1,7 @@
 """Which kernel takes a layer: the table in csrc/cuda/decode/linear/README.md against the launchers themselves.
 
-The launchers run on the host, against a CUDA runtime that records. Device code is compiled without optimisation, and
-never runs.
+The launchers run on the host, against a CUDA runtime that records. Device code is compiled without optimisation, which
+takes 10 s, and never runs.
 """
 
 import re
@@ -131,6 +131,7 @@ def table(program: Path, device: str) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_table_says_which_kernel_takes_a_layer(program: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     capability = DEVICES[device][0] // 10, DEVICES[device][0] % 10
@@ -141,6 +142,7 @@ def test_the_table_says_which_kernel_takes_a_layer(program: Path, device: str, m
     assert section[1].splitlines()[2:] == table(program, device)
 
 
+@pytest.mark.slow
 def test_the_table_says_which_kernel_takes_a_layer_of_float32(program: Path) -> None:
     """A norm runs before with more than `FEW_ROWS` rows if it is a LayerNorm, a gate after."""
     lines = []
@@ -158,6 +160,7 @@ def test_the_table_says_which_kernel_takes_a_layer_of_float32(program: Path) -> 
     assert section[1].splitlines()[2:] == lines
 
 
+@pytest.mark.slow
 def test_shapes_of_launches(program: Path) -> None:
     """Grid, threads and cluster of a layer for each kernel."""
     xl, base = MODELS["GPT-2 XL"], MODELS["T5-base"]
@@ -191,6 +194,7 @@ def test_shapes_of_launches(program: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_shapes_of_launches_of_float32(program: Path) -> None:
     """A long K is split over a cluster, except for one row of [N, K]; tiles and parts of K fill the device."""
     gpt2, base = MODELS["GPT-2"], MODELS["T5-base"]

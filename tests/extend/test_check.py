@@ -11,6 +11,7 @@ import fuseopt
 from fuseopt.cli import main
 from fuseopt.errors import OpError
 from fuseopt.extend import backends
+from tests.extend.failures import failures
 
 
 @pytest.fixture
@@ -36,12 +37,6 @@ def op() -> fuseopt.Op:
         return grad * b, grad * a, grad
 
     return mul_add_relu
-
-
-def failures(op: fuseopt.Op, **options) -> dict[str, str]:
-    report = fuseopt.check(op, device="cpu", **options)
-    assert report.ok == (not report.failures)
-    return {row.check: row.detail for row in report.failures if row.backend == "cpu"}
 
 
 def test_a_right_op_is_ok_and_the_table_says_what_was_tried(op):
@@ -176,6 +171,7 @@ def test_the_command_checks_all_ops_of_a_file(tmp_path, capsys):
     assert "registers no op" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_compile_backend_is_traced_without_inductor_which_takes_seconds(op, monkeypatch):
     used, real = [], torch.compile
 

@@ -110,6 +110,7 @@ def test_every_function(dtype):
     compare(made(FUNCTIONS), [tensor.to(dtype) for tensor in (a, b, c)])
 
 
+@pytest.mark.slow
 def test_special_values_are_those_of_torch():
     inf, nan = float("inf"), float("nan")
     values = torch.tensor([0.0, -0.0, 1, -1, 2.5, -3, 1e-40, -1e-40, 1e-20, 88.5, -88.5, 1e30, -1e30, inf, -inf, nan])

@@ -60,11 +60,11 @@ DETAILS = {"output_scores": st.booleans(), "output_logits": st.booleans()}
 
 
 def sweep(examples):
-    """How Hypothesis is to draw so many examples, or half of them without a GPU, where each takes longer.
+    """How Hypothesis is to draw so many examples, or a third of them without a GPU, where each takes longer.
 
     One model serves all of them, as it serves a user's calls.
     """
-    drawn = examples if torch.cuda.is_available() else examples // 2
+    drawn = examples if torch.cuda.is_available() else examples // 3
     return settings(max_examples=drawn, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 import fuseopt
+from tests.axes import thinned
 from tests.ops.cases import launched_kernels
 
 CHECKPOINTS = Path(__file__).parents[2] / "examples" / "checkpoints"
@@ -42,7 +43,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=["gpt2-kjv", "llama-kjv", "t5-kjv"])
+NAMES = ["gpt2-kjv", "llama-kjv", "t5-kjv"]
+
+
+@pytest.fixture(params=NAMES)
 def checkpoint(request, each_device):
     auto = AutoModelForSeq2SeqLM if request.param.startswith("t5") else AutoModelForCausalLM
     model = auto.from_pretrained(CHECKPOINTS / request.param, attn_implementation="eager").to(each_device).eval()
@@ -56,7 +60,7 @@ def generate(model, tokenizer, prompts, /, **kwargs):
     return output, batch
 
 
-@pytest.mark.parametrize("mode", MODES)
+@thinned(3, checkpoint=NAMES, mode=list(MODES), indirect=["checkpoint"])
 def test_float32_tokens_are_stock_s(checkpoint, mode):
     model, tokenizer = checkpoint
     prompts = sorted(PROMPTS, key=len)[5:55:10]
@@ -90,7 +94,7 @@ def test_float32_steps_run_on_kernels_for_float32(name, rows, kernel):
     assert not any("decode_linear_plain_kernel" in launched for launched in ran)
 
 
-@pytest.mark.parametrize("mode", ["greedy", "sampling", "beams"])
+@thinned(3, checkpoint=NAMES, mode=["greedy", "sampling", "beams"], indirect=["checkpoint"])
 def test_stop_strings_end_generation_where_transformers_ends_it(checkpoint, mode):
     model, tokenizer = checkpoint
     prompts = PROMPTS[:4]
@@ -120,7 +124,12 @@ def for_nothing(tokenizer):
     return {"tokenizer": tokenizer}, "T0 device loop"
 
 
-@pytest.mark.parametrize("case", [in_a_config, in_a_criterion, for_nothing], ids=lambda case: case.__name__)
+@thinned(
+    3,
+    checkpoint=NAMES,
+    case={case.__name__: case for case in (in_a_config, in_a_criterion, for_nothing)},
+    indirect=["checkpoint"],
+)
 def test_a_tokenizer_goes_where_transformers_wants_it(checkpoint, case):
     model, tokenizer = checkpoint
     kwargs, tier = case(tokenizer)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import fuseopt
 from tests import tiny
+from tests.axes import thinned
 from tests.generation.same_calls import FAMILIES, GENERATION, VOCAB, sweep, used_cache
 
 HIDDEN, ROWS, LENGTH = 24, 2, 5
@@ -99,7 +100,7 @@ def models(request):
     return make(), fuseopt.initialize(make(), GENERATION)
 
 
-@pytest.mark.parametrize("name", ODD)
+@thinned(3, models=list(FAMILIES), name=list(ODD), indirect=["models"])
 def test_what_each_odd_argument_comes_to(models, name):
     stock, initialised = models
     assert outcome(initialised, ODD[name]) == outcome(stock, ODD[name])

@@ -39,6 +39,9 @@ CALLS = [
     ("t5", {"num_beams": 2, "do_sample": True}),
 ]
 
+# A plain one, one that gives back its cache, beams, and one without a cache that streams.
+QUICK = [CALLS[0], CALLS[4], CALLS[5], CALLS[6]]
+
 
 class ShortMemory(Observer):
     """The `fail_at`-th allocation fails, of those inside `counting`."""
@@ -126,7 +129,11 @@ def assert_equal_runs(got, wanted):
         assert_same_cache(got[2], wanted[2])
 
 
-@pytest.mark.parametrize(("family", "kwargs"), CALLS, ids=str)
+@pytest.mark.parametrize(
+    ("family", "kwargs"),
+    [pytest.param(*call, marks=[pytest.mark.slow] * (call not in QUICK)) for call in CALLS],
+    ids=str,
+)
 def test_each_allocation_of_the_device_loop_fails_once(family, kwargs):
     model = FAMILIES[family]()
     inputs = prompt(model, 2, 6, 3, padded=False)

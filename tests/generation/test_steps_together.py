@@ -11,6 +11,7 @@ from fuseopt.generation.engine import device_loop
 from fuseopt.generation.engine.graphs import MultiStepWork, StepGraphs
 from fuseopt.generation.tiers import Tier
 from tests import tiny
+from tests.axes import covering, thinned
 from tests.generation.same_calls import GENERATION, VOCAB, assert_same, prompt
 
 pytestmark = pytest.mark.usefixtures("each_device", "as_on_gpu")
@@ -49,9 +50,14 @@ def both(model, seed=0, rows=2, **kwargs):
     return results
 
 
-@pytest.mark.parametrize(("eos", "count"), [([], 8), ([VOCAB - 1], 4)], ids=["as many as asked for", "may end"])
-@pytest.mark.parametrize("new", [1, 2, 4, 5, 8, 9, 13, 22])
-def test_as_many_as_there_is_room_for(model, new, eos, count, together):
+@covering(
+    model=list(FAMILIES),
+    new=[1, 2, 4, 5, 8, 9, 13, 22],
+    eos={"as many as asked for": [], "may end": [VOCAB - 1]},
+    indirect=["model"],
+)
+def test_as_many_as_there_is_room_for(model, new, eos, together):
+    count = 4 if eos else 8
     fuseopt.initialize(model, GENERATION)
     for seed in range(5):
         (wanted, _), (got, _) = both(model, seed, max_new_tokens=new, eos_token_id=eos, suppress_tokens=eos or None)
@@ -62,9 +68,10 @@ def test_as_many_as_there_is_room_for(model, new, eos, count, together):
     assert not together.called if new < count else together.called or new < count + 3
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
+@thinned(
+    2,
+    model=list(FAMILIES),
+    kwargs=[
         {"no_repeat_ngram_size": 2},
         {"suppress_tokens": [3, 5]},
         {"do_sample": True, "temperature": 3.0},
@@ -72,7 +79,7 @@ def test_as_many_as_there_is_room_for(model, new, eos, count, together):
         {"num_beams": 3, "early_stopping": True, "no_repeat_ngram_size": 1},
         {"num_beams": 2, "do_sample": True, "early_stopping": True},
     ],
-    ids=str,
+    indirect=["model"],
 )
 def test_calls_that_end_early(model, kwargs, together):
     """Surplus steps draw no random numbers and write no tokens."""
@@ -90,9 +97,11 @@ def test_calls_that_end_early(model, kwargs, together):
     assert together.call_count and len(lengths) > 1
 
 
-@pytest.mark.parametrize("limit", [2**20, 0])
-@pytest.mark.parametrize(
-    "kwargs", [{}, {"do_sample": True, "top_k": 9}, {"num_beams": 2}, {"eos_token_id": [VOCAB - 1]}]
+@covering(
+    model=list(FAMILIES),
+    kwargs=[{}, {"do_sample": True, "top_k": 9}, {"num_beams": 2}, {"eos_token_id": [VOCAB - 1]}],
+    limit=[2**20, 0],
+    indirect=["model"],
 )
 def test_scores_of_each_step_are_recorded(model, kwargs, limit, together, monkeypatch):
     """Several steps together keep them, up to a size."""

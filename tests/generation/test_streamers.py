@@ -9,6 +9,7 @@ import fuseopt
 from fuseopt.generation.engine.token_stream import TokenStream
 from fuseopt.generation.tiers import Tier
 from tests import tiny
+from tests.axes import covering
 from tests.generation.same_calls import CLOSE, GENERATION, VOCAB, prompt
 
 ENDS = list(range(3, VOCAB, 7))
@@ -56,9 +57,9 @@ def outcome(model, listener, inputs, **arguments):
     return tokens, listener.seen, torch.rand(1, device=model.device).item()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+@covering(
+    models=["gpt2", "t5"],
+    arguments=[
         {"eos_token_id": None},
         {"eos_token_id": ENDS},
         {"eos_token_id": None, "do_sample": True},
@@ -66,9 +67,9 @@ def outcome(model, listener, inputs, **arguments):
         {"eos_token_id": ENDS, "output_scores": True, "return_dict_in_generate": True},
         {"eos_token_id": None, "max_new_tokens": 1},
     ],
-    ids=str,
+    rows=[1, 3],
+    indirect=["models"],
 )
-@pytest.mark.parametrize("rows", [1, 3])
 def test_a_streamer_sees_what_transformers_shows_it(models, arguments, rows):
     """In first calls, captured ones, and those whose first steps are queued early."""
     stock, fused = models
@@ -80,8 +81,7 @@ def test_a_streamer_sees_what_transformers_shows_it(models, arguments, rows):
         assert fused.generate.calls[-1].tier is Tier.DEVICE_LOOP
 
 
-@pytest.mark.parametrize("stop_at", [1, 2, 3, 7, -1])
-@pytest.mark.parametrize("do_sample", [False, True])
+@covering(models=["gpt2", "t5"], stop_at=[1, 2, 3, 7, -1], do_sample=[False, True], indirect=["models"])
 def test_a_streamer_that_raises(models, stop_at, do_sample):
     """The random numbers are those of the steps that it saw."""
     stock, fused = models

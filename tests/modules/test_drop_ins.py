@@ -181,7 +181,7 @@ def test_odd_inputs_give_the_source_s_value_or_raise_its_error(name):
     for weight_dtype in (torch.float32, torch.bfloat16, torch.float64):
         source, fused = (module.eval() for module in DROP_INS[name].make(weight_dtype))
         # What a shape leads to does not depend on the weight's dtype.
-        shapes = SHAPES if weight_dtype is torch.float32 else SHAPES[:2]
+        shapes = SHAPES if weight_dtype is torch.float32 else SHAPES[:1]
         for shape, dtype, device in itertools.product(shapes, DTYPES, ("cpu", "meta")):
             if device == "meta" and dtype in (torch.float8_e4m3fn, torch.complex64):
                 continue  # torch's products take any dtype there

@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
@@ -44,6 +45,7 @@ def better() -> Iterator[None]:
         exchange_the_language_once(patch)
         check_no_overflow_for_nothing(patch)
         remember_types(patch)
+        leave_operands_of_one_type(patch)
         yield
 
 
@@ -98,12 +100,13 @@ def remember_types(patch: pytest.MonkeyPatch) -> None:
             numpy_types[name] = plain_numpy_type(kind)
         return numpy_types[name]
 
-    @functools.cache
-    def block(kind: tl.dtype, shape: tuple[int, ...]) -> tl.block_type:
-        return tl.block_type(kind, list(shape))
+    blocks: dict[tuple[object, ...], tl.block_type] = {}
 
     def block_of(kind: tl.dtype, shape: Iterable[int]) -> tl.block_type:
-        return tl.block_type(kind, list(shape)) if kind.is_ptr() else block(kind, tuple(shape))
+        key = kind.name, *shape
+        if key not in blocks:
+            blocks[key] = tl.block_type(kind, list(shape))
+        return blocks[key]
 
     @functools.cache
     def shape_and_size(shape: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr]:
@@ -117,3 +120,24 @@ def remember_types(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter.InterpreterBuilder, "get_block_ty", lambda self, kind, shape: block_of(kind, shape))
     patch.setattr(tl.block_type, "with_element_ty", lambda self, kind: block_of(kind, self.shape))
     patch.setattr(tl.tensor, "__init__", make_tensor)
+
+
+def leave_operands_of_one_type(patch: pytest.MonkeyPatch) -> None:
+    """Operands of one type are neither promoted nor broadcast, which Triton finds after a walk over their shapes."""
+    plain_promotion = TritonSemantic.binary_op_type_checking_impl
+    plain_broadcast = TritonSemantic.broadcast_impl_value
+    # Of types that division promotes no more than other operations do.
+    kinds = {tl.float32, tl.float64, tl.int32, tl.int64}
+
+    def promote(self: TritonSemantic, lhs: object, rhs: object, *args: bool, **kwargs: bool) -> tuple:
+        is_one_type = isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor) and lhs.type is rhs.type
+        if is_one_type and not lhs.dtype.is_ptr() and lhs.dtype in kinds:
+            return lhs, rhs
+        return plain_promotion(self, lhs, rhs, *args, **kwargs)
+
+    def broadcast(self: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor) -> tuple:
+        shapes = [list(value.type.shape) if value.type.is_block() else None for value in (lhs, rhs)]
+        return (lhs, rhs) if shapes[0] == shapes[1] else plain_broadcast(self, lhs, rhs)
+
+    patch.setattr(TritonSemantic, "binary_op_type_checking_impl", promote)
+    patch.setattr(TritonSemantic, "broadcast_impl_value", broadcast)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fuseopt import ops
 from fuseopt.ops import registry
+from tests.axes import thinned
 from tests.ops.cases import DTYPES, Case, RawCalls, cases, error
 
 every_case = pytest.mark.parametrize("case", cases("add_rms_norm", "add_layer_norm"))
@@ -59,8 +60,7 @@ def test_sum_and_norm_are_those_of_two_steps(
 
 
 @every_case
-@pytest.mark.parametrize("hidden", [768, 1001, 1600, 4096])
-@pytest.mark.parametrize("stream_dtype", [torch.float32, torch.bfloat16], ids=str)
+@thinned(2, hidden=[768, 1001, 1600, 4096], stream_dtype=[torch.float32, torch.bfloat16])
 def test_gradient_is_the_sum_of_both_outputs_gradients(case: Case, hidden: int, stream_dtype: torch.dtype) -> None:
     """No worse than two steps, which round the gradient once more."""
     torch.manual_seed(0)

@@ -41,6 +41,14 @@ def kernels(target: Target) -> set[str]:
 
 
 RAW_OPS = sorted({schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("fuseopt::")})
+# A call of an attention's backward takes half a second to interpret.
+every_raw_op = pytest.mark.parametrize(
+    "raw",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * name.startswith("fuseopt::relative_attention_bwd"))
+        for name in RAW_OPS
+    ],
+)
 
 
 MARKS = {"interpreted": [pytest.mark.interpreter], "cuda": [pytest.mark.gpu]}
@@ -99,7 +107,7 @@ def coarseness(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
-@pytest.mark.parametrize("raw", RAW_OPS)
+@every_raw_op
 def test_a_tensor_on_another_device_is_refused(raw: str, target: Target) -> None:
     elsewhere = "cpu" if target.device == "cuda" else "meta"
     for call in calls_of(raw, target):
@@ -109,7 +117,7 @@ def test_a_tensor_on_another_device_is_refused(raw: str, target: Target) -> None
                 call.replaced(place, tensor.to(elsewhere)).run()
 
 
-@pytest.mark.parametrize("raw", RAW_OPS)
+@every_raw_op
 def test_another_dtype_gives_the_same_or_is_refused(raw: str, target: Target) -> None:
     for call in calls_of(raw, target):
         for name, place, tensor in call.tensor_places():
@@ -126,7 +134,7 @@ def test_another_dtype_gives_the_same_or_is_refused(raw: str, target: Target) ->
                 check(same, call.replaced(place, changed), what, named=name)
 
 
-@pytest.mark.parametrize("raw", RAW_OPS)
+@every_raw_op
 def test_an_unaligned_view_gives_the_same_or_is_refused(raw: str, target: Target) -> None:
     for call in calls_of(raw, target):
         wanted = call.run()
@@ -135,7 +143,7 @@ def test_an_unaligned_view_gives_the_same_or_is_refused(raw: str, target: Target
             check(call, changed, describe(call, name, "unaligned"), wanted=wanted)
 
 
-@pytest.mark.parametrize("raw", RAW_OPS)
+@every_raw_op
 def test_a_view_that_is_not_contiguous_gives_the_same_or_is_refused(raw: str, target: Target) -> None:
     for call in calls_of(raw, target):
         wanted = call.run()

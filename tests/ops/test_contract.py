@@ -53,6 +53,16 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
 ]
+# Of wrappers that all Triton kernels have in common, and of references, which are torch's to differentiate and compile:
+# quick runs have one op's on a CPU.
+OF_ANY_KERNEL = (
+    "test_compiled_training_runs_the_raw_backward",
+    "test_compiles_into_one_graph",
+    "test_gradcheck_and_gradgradcheck",
+    "test_gradients_of_torch_func_equal_the_reference_s",
+    "test_gradients_through_checkpointing_are_the_same_bits",
+    "test_vmap_gives_the_stacked_results",
+)
 OPCHECK_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
@@ -64,7 +74,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         "differentiable_kernel": lambda: kernel_cases(differentiable_cases()),
     }
     for name in choices.keys() & set(metafunc.fixturenames):
-        metafunc.parametrize(name, choices[name]())
+        parameters = choices[name]()
+        if metafunc.function.__name__ in OF_ANY_KERNEL:
+            parameters = [_slow_unless_it_stands_for_others(parameter) for parameter in parameters]
+        metafunc.parametrize(name, parameters)
+
+
+def _slow_unless_it_stands_for_others(parameter: Any) -> Any:
+    """The parameter, marked as slow if it is interpreted or a reference on a CPU, but for those of one op."""
+    case = parameter.values[0]
+    if case.backend == "cpu" or case.device.type != "cpu" or case.op.name == "layer_norm":
+        return parameter
+    return pytest.param(case, id=parameter.id, marks=[*parameter.marks, pytest.mark.slow])
 
 
 def forward_names(name: str, overload: str) -> tuple[str, ...]:
@@ -193,8 +214,10 @@ def test_raw_ops_pass_torch_s_opcheck(case: Case) -> None:
         checked[op] += 1
         # Of an interpreted kernel two calls: opcheck runs each several times.
         if not TRITON_INTERPRETED or checked[op] <= 2:
-            # The answer to a question may depend on addresses, which tensors of a trace do not have.
-            tests = ("test_schema", "test_faketensor") if answers_a_question(op) else OPCHECK_TESTS
+            # The answer to a question may depend on addresses, which tensors of a trace do not have. A trace takes
+            # a third of a second, and depends on little but which tensors there are.
+            is_traced = checked[op] <= 2 and not answers_a_question(op)
+            tests = OPCHECK_TESTS if is_traced else ("test_schema", "test_faketensor")
             torch.library.opcheck(op, args, test_utils=tests)
 
 
@@ -378,7 +401,16 @@ def test_function_can_be_pickled_and_copied(case: Case) -> None:
     assert copy.deepcopy(case.op.function) is case.op.function
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.bfloat16,
+        pytest.param(torch.float16, marks=pytest.mark.slow),
+        pytest.param(torch.float64, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_shape_and_dtype_on_the_meta_device(dtype: torch.dtype) -> None:
     checked = 0
     for name in functional_names():

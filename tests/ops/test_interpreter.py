@@ -12,7 +12,11 @@ from tests.ops.interpreter import UNFIT
 TESTS = Path(__file__).parents[1]
 # Marks and names of what is interpreted: in quick runs, and of slow tests those that take no minutes.
 QUICK = "interpreter and not slow", ""
-REST = "interpreter and slow", "not relative_attention and not with_inductor and (test_contract or extend or examples)"
+REST = (
+    "interpreter and slow",
+    "not with_inductor and (test_arguments or a_compiled_step"
+    " or (test_contract or extend or examples) and not relative_attention)",
+)
 
 
 def interpreted_files() -> list[Path]:

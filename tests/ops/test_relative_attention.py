@@ -304,6 +304,7 @@ def test_a_compiled_call_is_one_node_for_dynamo(case: Case, frozen: tuple[int, .
     assert graphs.backward == ["relative_attention_bwd.triton"]
 
 
+@pytest.mark.slow
 @triton_cases
 def test_a_compiled_step_is_found_on_disk_until_the_source_changes(
     case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -409,6 +410,7 @@ class Projected(torch.nn.Module):
         return self.o(output.transpose(1, 2).flatten(2))
 
 
+@pytest.mark.slow
 @triton_cases
 @pytest.mark.parametrize(("crosses", "products", "with_query"), [(False, 6, True), (True, 9, False)])
 def test_a_compiled_step_has_its_gradients_side_by_side(

@@ -56,7 +56,7 @@ class Node:
         self.itself = self
 
 
-@pytest.mark.parametrize("frozen", ["nothing", "a few by Python", "all"])
+@pytest.mark.parametrize("frozen", ["nothing", pytest.param("a few by Python", marks=pytest.mark.slow), "all"])
 def test_what_was_made_meanwhile_is_searched_with_the_oldest(monkeypatch, frozen):
     gc.unfreeze()
     gc.collect()

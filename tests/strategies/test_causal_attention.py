@@ -168,7 +168,9 @@ def test_gradient_checkpointing_calls_the_op_again_and_trains_as_stock(use_reent
     assert_same_step(stock, fused, batch_of(stock, PADDING["right"]), calls=4)
 
 
-@pytest.mark.parametrize(("family", "layers"), [("gpt2", "n_layer"), ("llama_gqa", "num_hidden_layers")])
+@pytest.mark.parametrize(
+    ("family", "layers"), [("gpt2", "n_layer"), pytest.param("llama_gqa", "num_hidden_layers", marks=pytest.mark.slow)]
+)
 def test_a_compiled_training_step_is_one_graph_without_sdpa(family, layers):
     fusion = {"triton_kernels": ["FusedAttention"], "memory_efficient_fusion": {"backend": "aot_eager"}}
     stock, fused = stock_and_fused(model_of(family, **{layers: 1}), {"kernel_fusion": fusion}, strict=False)

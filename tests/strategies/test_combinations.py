@@ -34,7 +34,11 @@ on_each_device = pytest.mark.usefixtures("each_device")
 @on_each_device
 @pytest.mark.parametrize(
     ("family", "block"),
-    [("gpt2", "kernels"), ("t5", "kernels-jit"), pytest.param("t5_gated", "kernels-jit", marks=pytest.mark.slow)],
+    [
+        pytest.param("gpt2", "kernels", marks=pytest.mark.slow),
+        ("t5", "kernels-jit"),
+        pytest.param("t5_gated", "kernels-jit", marks=pytest.mark.slow),
+    ],
 )
 def test_one_graph_holds_every_op_under_torch_compile(family, block):
     torch._dynamo.reset()

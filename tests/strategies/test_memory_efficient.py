@@ -122,7 +122,7 @@ def test_several_steps_give_the_losses_and_gradients_of_stock(family, graphs):
             GPT2DoubleHeadsModel,
             {"labels": LABELS, "mc_labels": torch.tensor([0]), "mc_token_ids": torch.tensor([[6, 6]])},
         ),
-        (T5ForSequenceClassification, {"labels": torch.tensor([0, 1])}),
+        pytest.param(T5ForSequenceClassification, {"labels": torch.tensor([0, 1])}, marks=pytest.mark.slow),
         pytest.param(
             T5ForQuestionAnswering,
             {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 3])},
@@ -188,6 +188,7 @@ def test_the_signature_is_the_class_own(graphs):
     assert graphs.calls == 1
 
 
+@pytest.mark.slow
 def test_new_shapes_and_masks_never_reuse_a_wrong_graph(graphs):
     fused = model_of("gpt2")
     stock = copy.deepcopy(fused)
@@ -338,16 +339,16 @@ def test_checkpointed_dropout_is_recomputed_as_drawn(graphs):
 
 
 def test_frozen_parameters_and_more_variants_than_dynamo_allows_by_default(graphs):
-    model = fuseopt.initialize(Net(layers=5, dropout=0.0), CONFIG)
+    model = fuseopt.initialize(Net(layers=4, dropout=0.0), CONFIG)
     x = torch.randn(4, 16)
     parameters = list(model.parameters())
     for count in range(len(parameters) + 1):
         for position, parameter in enumerate(parameters):
             parameter.requires_grad_(position < count)
         model(x.clone().requires_grad_()).sum().backward()
-        assert [parameter.grad is not None for parameter in parameters] == [p < count for p in range(10)]
+        assert [parameter.grad is not None for parameter in parameters] == [p < count for p in range(8)]
         model.zero_grad()
-    assert graphs.compiled == graphs.calls == 11
+    assert graphs.compiled == graphs.calls == 9
 
 
 def test_hooks_fire_whenever_they_were_registered(graphs):

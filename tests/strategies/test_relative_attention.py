@@ -258,6 +258,7 @@ def test_a_compiled_training_step_is_one_graph():
     tiny.assert_same_gradients({name: p.grad for name, p in fused.named_parameters()}, expected)
 
 
+@pytest.mark.slow
 def test_beside_memory_efficient_fusion_and_fused_residual_adds():
     torch._dynamo.reset()
     for more in (

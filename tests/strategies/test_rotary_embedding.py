@@ -166,6 +166,7 @@ def test_a_compiled_training_step_is_one_graph():
     tiny.assert_same_gradients({name: p.grad for name, p in fused.named_parameters()}, expected_gradients)
 
 
+@pytest.mark.slow
 def test_beside_memory_efficient_fusion_and_fused_norms(graphs):
     both = {
         "kernel_fusion": {

@@ -20,6 +20,7 @@ from fuseopt.kernel_table import CUSTOM, TRITON, listed
 from fuseopt.modules import FusedMLP
 from fuseopt.modules.base import fused_class
 from tests import tiny
+from tests.axes import thinned
 from tests.surgery import SURGERIES, Inapplicable, changed
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("each_device")]
@@ -158,8 +159,7 @@ def failures(family, surgery, every, count):
 EVERY = {"gpt2": 4, "gpt2_crossing": 12, "t5": 24, "llama": 8, "gemma": 16, "phi3": 16, "qwen3": 16}
 
 
-@pytest.mark.parametrize("surgery", SURGERIES)
-@pytest.mark.parametrize("family", FAMILIES)
+@thinned(3, family=list(FAMILIES), surgery=list(SURGERIES))
 def test_whatever_is_done_to_a_module_counts_as_in_stock(family, surgery):
     assert not list(failures(family, surgery, EVERY.get(family, 48), 1))
 

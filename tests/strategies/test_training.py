@@ -138,6 +138,7 @@ def test_trainer_accumulates_clips_and_resumes(graphs, tmp_path):
     assert graphs.calls == 18
 
 
+@pytest.mark.slow
 def test_accelerate_accumulates_and_clips(graphs):
     stock, fused = stock_and_fused(model_of(), CONFIG)
     for model in (stock, fused):
@@ -209,7 +210,7 @@ def with_lora(model: nn.Module, family: str) -> nn.Module:
     ("family", "before", "replayed"),
     [  # every two of them together
         ("gpt2", True, "captured"),
-        ("gpt2", False, "launched one by one"),
+        pytest.param("gpt2", False, "launched one by one", marks=pytest.mark.slow),
         pytest.param("t5", True, "launched one by one", marks=pytest.mark.slow),
         pytest.param("t5", False, "captured", marks=pytest.mark.slow),
     ],
@@ -228,6 +229,7 @@ def test_lora_trains_as_on_stock_whether_it_comes_first_or_last(family, before, 
     assert_same_weights(fused, stock)
 
 
+@pytest.mark.slow
 def test_moving_averages_of_the_weights(graphs):
     averages = []
     for model in stock_and_fused(model_of(), CONFIG):

@@ -474,7 +474,7 @@ def replayed(monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("when", [True, "auto"])
+@pytest.mark.parametrize("when", [pytest.param(True, marks=pytest.mark.slow), "auto"])
 def test_steps_with_gradient_checkpointing_are_not_captured(when, device, monkeypatch):
     """What a block draws is drawn again in its backward pass, by generators that a graph does not know."""
     events = capture_on_cpu(monkeypatch)

@@ -82,7 +82,8 @@ def test_gradients_of_models_with_inductor(family, budget):
 
 
 @pytest.mark.parametrize(
-    ("family", "budget"), [("gpt2", 0.5), ("gpt2", 0), pytest.param("t5", 0.2, marks=pytest.mark.slow)]
+    ("family", "budget"),
+    [("gpt2", 0.5), pytest.param("gpt2", 0, marks=pytest.mark.slow), pytest.param("t5", 0.2, marks=pytest.mark.slow)],
 )
 def test_gradients_of_models(family, budget):
     check_model(family, budget, "aot_eager", "cpu")
@@ -122,7 +123,7 @@ def test_attention_that_draws_its_own_mask_is_not_called_again():
 def test_the_lower_the_budget_the_less_is_kept():
     model = tiny.gpt2(n_layer=1)
     batch = tiny.inputs(model)
-    kept = [saved_bytes(fused(fuseopt.restore(model), budget), **batch) for budget in (1, 0.6, 0.2, 0)]
+    kept = [saved_bytes(fused(fuseopt.restore(model), budget), **batch) for budget in (1, 0.4, 0)]
     assert kept == sorted(set(kept), reverse=True)
 
 

@@ -114,7 +114,7 @@ def _case(
 
 def _records(case: _RowCase, device: torch.device, bandwidth: float) -> list[Record]:
     row, model = case.row, case.whole.model()
-    first_tokens, records = against_stock(case.first, device), against_stock(case.whole, device)
+    records, first_tokens = against_stock(case.whole, device), against_stock(case.first, device)
     cache = cache_bytes(model, row.batch, row.beams, row.prompt, row.new)
     floor = (weight_bytes(model) + cache) / bandwidth
     complete = []

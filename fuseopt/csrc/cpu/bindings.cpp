@@ -40,6 +40,7 @@ STABLE_TORCH_LIBRARY_IMPL(fuseopt, CPU, m) {
   m.impl("process_logits_", TORCH_BOX((checked<process_logits_, declared::kProcessLogitsInPlace>)));
   m.impl("decode_linear", TORCH_BOX((checked<decode_linear, declared::kDecodeLinear>)));
   m.impl("decode_linear_low_rank", TORCH_BOX((checked<decode_linear_low_rank, declared::kDecodeLinearLowRank>)));
+  m.impl("decode_low_bit_linear", TORCH_BOX((checked<decode_low_bit_linear, declared::kDecodeLowBitLinear>)));
   m.impl("decode_attention", TORCH_BOX((checked<decode_attention, declared::kDecodeAttention>)));
   m.impl("decode_attention_", TORCH_BOX((checked<decode_attention_, declared::kDecodeAttentionInPlace>)));
 }

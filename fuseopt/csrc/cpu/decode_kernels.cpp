@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "cpu/rows.h"
 #include "cpu/vec_math.h"
 
 #if defined(__x86_64__)
@@ -25,6 +26,8 @@
 namespace fuseopt::own {
 #include "cpu/decode_kernels_body.h"
 #include "cpu/decode_tiles_body.h"
+#include "cpu/low_bit_body.h"
+constexpr DecodeKernels kKernels = {dot_lines, add_lines, dot_tiles, add_tiles, attend, low_bit};
 }
 #undef FUSEOPT_VECTOR_BYTES
 
@@ -41,6 +44,8 @@ namespace fuseopt::own {
 namespace fuseopt::avx512 {
 #include "cpu/decode_kernels_body.h"
 #include "cpu/decode_tiles_body.h"
+#include "cpu/low_bit_body.h"
+constexpr DecodeKernels kKernels = {dot_lines, add_lines, dot_tiles, add_tiles, attend, low_bit};
 }
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -24,6 +24,23 @@ struct Products {
   int64_t output_stride;
 };
 
+/// Products of a few rows with some lines of a quantised weight, whose lines lie one after another.
+struct LowBitProducts {
+  int bits;            // 8, or 4: see fuseopt/ops/low_bit.py
+  const void* values;  // `lines` of `length` elements
+  const void* scales;  // [lines, length / group]
+  DType scale_type;
+  const uint8_t* zeros;  // [lines, length / group], of 4 bits; null: 8
+  int64_t group;         // of 8 bits: `length`
+  int64_t lines;
+  int64_t length;
+  const float* input;
+  int64_t rows;
+  int64_t input_stride;
+  float* output;
+  int64_t output_stride;
+};
+
 /// Attention of one query to the places [begin, end) of one head of a cache.
 struct HeadAttention {
   DType dtype;           // of the caches
@@ -58,6 +75,8 @@ struct DecodeKernels {
   void (*dot_tiles)(const Products&);
   void (*add_tiles)(const Products&);
   void (*attend)(const HeadAttention&);
+  /// output[row][line] = input[row] . line, for any number of rows.
+  void (*low_bit)(const LowBitProducts&);
 };
 
 const DecodeKernels& decode_kernels();

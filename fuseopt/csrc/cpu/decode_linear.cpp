@@ -3,61 +3,13 @@
 
 #include "check.h"
 #include "cpu/decode_kernels.h"
-#include "cpu/gelu.h"
+#include "cpu/decode_layer.h"
 #include "cpu/ops.h"
 
 namespace fuseopt {
 namespace {
 
 constexpr int64_t kMostParts = 8;
-
-struct Norm {
-  std::string kind;
-  std::optional<Tensor> weight;
-  std::optional<Tensor> bias;
-  double eps;
-};
-
-/// "rms_norm": rounded to `type` before the product with the weight. "gemma_rms_norm": times 1 + weight, not rounded before.
-template <typename Math>
-Tensor rms_normalised(const Tensor& input, const Norm& norm, ScalarType type) {
-  const Rows rows(input);
-  const int64_t n = rows.n_cols();
-  const DType rounded_to = to_dtype(type);
-  const std::vector<Math> weights =
-      norm.weight ? flatten_parameter<Math>(*norm.weight, n, "norm_weight") : std::vector<Math>();
-  const bool is_gemma = norm.kind == "gemma_rms_norm";
-  const Math one = is_gemma ? 1 : 0;
-  Tensor output = empty_like(input, type);
-  const OutputRows output_rows(output, n);
-  parallel(rows.n_rows(), n, [&](int64_t begin, int64_t end) {
-    const RowBuffer<Math> x_buffer(n), y_buffer(n);
-    for (int64_t row = begin; row < end; ++row) {
-      const Math* x = rows.read(row, x_buffer.get());
-      Math* y = y_buffer.get();
-      const double square = sum<Math>(n, [=](int64_t i) { return x[i] * x[i]; });
-      const Math scale = static_cast<Math>(1.0 / std::sqrt(square / n + norm.eps));
-#pragma omp simd
-      for (int64_t i = 0; i < n; ++i) y[i] = x[i] * scale;
-      if (norm.weight) {
-        if (!is_gemma) round_row(y, n, rounded_to);
-        const Math* w = weights.data();
-#pragma omp simd
-        for (int64_t i = 0; i < n; ++i) y[i] *= one + w[i];
-      }
-      output_rows.store(row, 0, n, y);
-    }
-  });
-  return output;
-}
-
-/// The layer's input in the weight's type.
-Tensor normalised(const Tensor& input, const Norm& norm, ScalarType type) {
-  if (norm.kind == "layer_norm") return layer_norm(input, norm.weight, norm.bias, norm.eps, type);
-  FUSEOPT_CHECK(norm.kind == "rms_norm" || norm.kind == "gemma_rms_norm", "fuseopt::decode_linear: unknown norm ", norm.kind);
-  return any_double(input, norm.weight) ? rms_normalised<double>(input, norm, type)
-                                        : rms_normalised<float>(input, norm, type);
-}
 
 /// A weight [N, K] with unit stride in either dimension, copied if it has neither.
 struct Weight {
@@ -75,32 +27,6 @@ struct Weight {
 
   int64_t out_features() const { return tensor.size(0); }
 };
-
-enum class LinearActivation { kNone, kRelu, kGelu, kGeluTanh, kSilu };
-
-LinearActivation activation_of(const std::string& name) {
-  if (name.empty()) return LinearActivation::kNone;
-  if (name == "relu") return LinearActivation::kRelu;
-  if (name == "gelu") return LinearActivation::kGelu;
-  if (name == "silu") return LinearActivation::kSilu;
-  FUSEOPT_CHECK(name == "gelu_tanh", "fuseopt::decode_linear: unknown activation ", name);
-  return LinearActivation::kGeluTanh;
-}
-
-template <typename Math>
-void activate(LinearActivation activation, Math* x, int64_t n) {
-  const auto each = [=](auto value) {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) x[i] = value(x[i]);
-  };
-  switch (activation) {
-    case LinearActivation::kNone: return;
-    case LinearActivation::kRelu: return each([](Math v) { return v < 0 ? Math{0} : v; });
-    case LinearActivation::kGelu: return each([](Math v) { return ErfGelu::value(v); });
-    case LinearActivation::kGeluTanh: return each([](Math v) { return TanhGelu::value(v); });
-    case LinearActivation::kSilu: return each([](Math v) { return v / (1 + exp(-v)); });
-  }
-}
 
 /// Products of all rows with all weights, in some parts that add up to them: of a transposed weight and few rows, each
 /// thread reads some of the lines.
@@ -236,82 +162,18 @@ std::vector<std::unique_ptr<LowRankUpdate<Math>>> updates_of(const LowRank& low_
   return updates;
 }
 
-struct Ending {
-  LowRank low_rank;
-  std::vector<Rows> biases;
-  std::optional<Rows> residual;
-  LinearActivation activation;
-  bool gated;
-};
-
-/// Stores n elements plus their residual, added as Residual: a residual may be double and a product not.
-template <typename Residual, typename Math>
-void store_sum(const Math* result, const Rows& residual_rows, int64_t row, int64_t column, int64_t n,
-               const OutputRows& output) {
-  Residual sums[kPiece];
-  const Residual* residual = residual_rows.read(row, column, n, sums);
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) sums[i] = result[i] + residual[i];
-  output.store(row, column, n, sums);
-}
-
-/// Bias, activation, gate and residual, for pieces of every row with weight `index`.
-template <typename Math, typename Residual>
-void finish(LayerProducts<Math>& products, const std::vector<std::unique_ptr<LowRankUpdate<Math>>>& updates,
-            const Ending& ending, int64_t rows, const Weight& weight, int64_t index,
-            const OutputRows& output) {
-  const int64_t out_features = weight.out_features(), pieces = (out_features + kPiece - 1) / kPiece;
-  parallel(rows * pieces, std::min(out_features, kPiece), [&](int64_t begin, int64_t end) {
-    const RowBuffer<Math> buffer(kPiece);
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t row = task / pieces, column = task % pieces * kPiece;
-      const int64_t n = std::min(kPiece, out_features - column);
-      const auto product = [&](int64_t of) {
-        Math* sums = products.sums(row, of, column, n);
-        if (!updates.empty() && updates[of]) updates[of]->add_to(sums, row, column, n);
-        if (!ending.biases.empty()) {
-          const Math* bias = ending.biases[of].template read<Math>(0, column, n, buffer.get());
-#pragma omp simd
-          for (int64_t i = 0; i < n; ++i) sums[i] += bias[i];
-        }
-        return sums;
-      };
-      Math* result = product(index);
-      activate(ending.activation, result, n);
-      if (ending.gated) {
-        const Math* factors = product(1);
-#pragma omp simd
-        for (int64_t i = 0; i < n; ++i) result[i] *= factors[i];
-      }
-      const int64_t first = weight.first + column;
-      if (ending.residual) {
-        store_sum<Residual>(result, *ending.residual, row, first, n, output);
-      } else {
-        output.store(row, first, n, result);
-      }
-    }
-  });
-}
-
-template <typename Math, typename Residual>
-void run_layer(const Tensor& input, const std::vector<Weight>& weights, const Ending& ending, Tensor& output) {
-  const Rows input_rows(input);
-  const int64_t rows = input_rows.n_rows(), n = input_rows.n_cols();
-  if (output.numel() == 0) return;
-  const DType rounded_to = dtype(weights[0].tensor);
-  const RowBuffer<Math> x(rows * n);
-  for (int64_t row = 0; row < rows; ++row) {
-    Math* target = x.get() + row * n;
-    const Math* read = input_rows.read(row, target);
-    if (read != target) std::copy_n(read, n, target);
-    if (dtype(input) != rounded_to) round_row(target, n, rounded_to);
-  }
+template <typename Math>
+void run_layer(const DecodeLayer& layer, const std::vector<Weight>& weights, const LowRank& low_rank) {
+  if (layer.output.numel() == 0) return;
+  const RowBuffer<Math> x = rounded_rows<Math>(layer.input, weights[0].tensor.scalar_type());
+  const int64_t rows = Rows(layer.input).n_rows();
   LayerProducts<Math> products(x.get(), rows, weights);
-  const auto updates = updates_of(ending.low_rank, x.get(), rows);
-  const OutputRows output_rows(output, output.size(output.dim() - 1));
-  for (size_t i = 0; i < (ending.gated ? 1 : weights.size()); ++i) {
-    finish<Math, Residual>(products, updates, ending, rows, weights[i], i, output_rows);
-  }
+  const auto updates = updates_of(low_rank, x.get(), rows);
+  finish_layer<Math>(layer, [&](int64_t row, int64_t index, int64_t column, int64_t n) {
+    Math* sums = products.sums(row, index, column, n);
+    if (!updates.empty() && updates[index]) updates[index]->add_to(sums, row, column, n);
+    return sums;
+  });
 }
 
 Tensor linear_layer(const Tensor& input, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
@@ -319,43 +181,20 @@ Tensor linear_layer(const Tensor& input, const std::vector<Tensor>& weights, con
                     const std::string& activation, bool gated) {
   constexpr const char* kOp = "fuseopt::decode_linear: ";
   FUSEOPT_CHECK(!weights.empty() && input.dim() > 0, kOp, "needs a weight, and an input with a dimension");
-  FUSEOPT_CHECK(biases.empty() || biases.size() == weights.size(), kOp, biases.size(), " biases for ", weights.size(),
-                " weights");
   const ScalarType type = weights[0].scalar_type();
   std::vector<Weight> of_layer;
+  std::vector<int64_t> out_features;
   int64_t columns = 0;
   for (const Tensor& weight : weights) {
     FUSEOPT_CHECK(weight.dim() == 2 && weight.size(1) == input.size(input.dim() - 1) && weight.scalar_type() == type,
                   kOp, "weights must be [N, ", input.size(input.dim() - 1), "] of one dtype");
     of_layer.emplace_back(weight, columns);
+    out_features.push_back(weight.size(0));
     columns += weight.size(0);
   }
-  FUSEOPT_CHECK(!gated || (weights.size() == 2 && weights[0].size(0) == weights[1].size(0)), kOp,
-                "gated takes two weights of one shape");
-  Ending ending = {low_rank, {}, std::nullopt, activation_of(activation), gated};
-  for (size_t i = 0; i < biases.size(); ++i) {
-    const int64_t n = of_layer[i].out_features();
-    FUSEOPT_CHECK(biases[i].dim() == 1 && biases[i].size(0) == n, kOp, "bias must be [", n, "]");
-    ending.biases.emplace_back(biases[i]);
-  }
-  std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
-  sizes.back() = gated ? columns / 2 : columns;
-  ScalarType output_type = type;
-  if (residual) {
-    ending.residual.emplace(*residual, IntHeaderOnlyArrayRef(sizes));
-    const ScalarType other = residual->scalar_type();
-    const bool is_wider = element_size(to_dtype(other)) > element_size(to_dtype(type));
-    // Two types of 2 bytes that differ are float16 and bfloat16.
-    const bool both_halves = other != type && element_size(to_dtype(other)) == element_size(to_dtype(type));
-    output_type = both_halves ? ScalarType::Float : is_wider ? other : type;
-  }
-  Tensor output = empty(sizes.data(), sizes.size(), output_type);
-  const Tensor x = norm.kind.empty() || output.numel() == 0 ? input : normalised(input, norm, type);
-  const auto run = type == ScalarType::Double          ? run_layer<double, double>
-                   : output_type == ScalarType::Double ? run_layer<float, double>
-                                                       : run_layer<float, float>;
-  run(x, of_layer, ending, output);
-  return output;
+  const DecodeLayer layer(kOp, input, type, out_features, biases, residual, norm, activation, gated);
+  (type == ScalarType::Double ? run_layer<double> : run_layer<float>)(layer, of_layer, low_rank);
+  return layer.output;
 }
 
 }  // namespace

@@ -285,5 +285,3 @@ void add_tiles(const Products& products) { FUSEOPT_BY_DTYPE(add_tiles_of, produc
 void attend(const HeadAttention& attention) { FUSEOPT_BY_DTYPE(attend_of, attention.dtype, attention) }
 
 #undef FUSEOPT_BY_DTYPE
-
-constexpr DecodeKernels kKernels = {dot_lines, add_lines, dot_tiles, add_tiles, attend};

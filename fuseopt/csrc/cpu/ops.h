@@ -80,6 +80,13 @@ Tensor decode_linear_low_rank(const Tensor& input, const std::vector<Tensor>& we
                               const std::optional<Tensor>& norm_bias, double eps, const std::string& activation,
                               bool gated, bool pdl, const std::vector<Tensor>& prefetch);
 
+Tensor decode_low_bit_linear(const Tensor& input, const std::vector<Tensor>& values, const std::vector<Tensor>& scales,
+                             const std::vector<Tensor>& zeros, const std::vector<Tensor>& biases,
+                             const std::optional<Tensor>& residual, const std::string& norm,
+                             const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
+                             double eps, const std::string& activation, bool gated, bool pdl,
+                             const std::vector<Tensor>& prefetch);
+
 Tensor decode_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& lengths,
                         const std::optional<Tensor>& starts, const std::optional<Tensor>& mask,
                         const std::optional<Tensor>& bias, double scale, bool pdl);

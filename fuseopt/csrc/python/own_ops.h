@@ -3,11 +3,12 @@
 //
 // A kernel is here a tuple (kernel, function, raw, supports, results, gradient, name): the object that Python knows it
 // by; its function; a `DirectCalls` settled for the raw op that the function calls, or None; what is asked whether it
-// takes the arguments, or None; how many tensors it gives; what is called with the arguments in its place if one needs a
-// gradient, or None where autograd sees through the function; and its name for errors.
+// takes the arguments, or None; how many tensors it gives; its gradient (own_gradient.h), what is called with the arguments
+// in its place if one needs a gradient, or None where autograd sees through the function; and its name for errors.
 #pragma once
 
 #include "python/direct_calls.h"
+#include "python/own_gradient.h"
 
 #include <ATen/record_function.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -145,6 +146,19 @@ PyObject* run(PyObject* op, PyObject* kernel, PyObject* tuple) {
   return made;
 }
 
+// The results with a node of autograd.
+PyObject* run_differentiably(PyObject* op, PyObject* kernel, PyObject* arguments) {
+  THPObjectPtr output;
+  {
+    const at::AutoGradMode none(false);
+    output = run(op, kernel, arguments);
+  }
+  if (!output) return nullptr;
+  const auto [node, pointer] = make_node(PyTuple_GET_ITEM(kernel, kGradient), arguments);
+  node->set_results(pointer, output.get());
+  return output.release();
+}
+
 bool is_kernel(PyObject* object) {
   if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) != kKernelFields) return false;
   PyObject* const raw = PyTuple_GET_ITEM(object, kRaw);
@@ -194,6 +208,7 @@ PyObject* call_own(PyObject*, PyObject* const* given, Py_ssize_t count) {
     if (does == 0) continue;
     PyObject* const gradient = PyTuple_GET_ITEM(kernel, kGradient);
     if (!needs_grad || gradient == Py_None) return run(given[0], kernel, given[3]);
+    if (is_gradient(gradient)) return run_differentiably(given[0], kernel, given[3]);
     return PyObject_Vectorcall(gradient, arguments.items, static_cast<size_t>(arguments.count), nullptr);
   }
   Py_RETURN_NOTIMPLEMENTED;

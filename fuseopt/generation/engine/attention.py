@@ -88,7 +88,7 @@ class StepAttention:
         biases, norm = attention.qkv.biases, attention.norm
         if not (self.by_kernel and self.ancestry is None and not others and stream.is_stored and norm is not None):
             return None
-        if attention.qkv.low_rank is not None:
+        if attention.qkv.low_rank is not None or attention.qkv.low_bit:
             return None
         parts = stream.total(), weight, biases[0] if biases else None, cache[0], cache[1]
         has_three_equal = is_plain(attention) and len(weight) == 3 * cache.shape[2] * cache.shape[4]

@@ -19,7 +19,9 @@ from fuseopt.generation.engine.low_rank import LoraPart, LowRank
 from fuseopt.modules.base import full_name, source_class
 from fuseopt.ops import registry
 from fuseopt.ops.decode.linear import ACTIVATIONS, FEW_ROWS, NORMS, is_fast
+from fuseopt.ops.decode.low_bit_linear import MAX_ROWS as MOST_LOW_BIT_ROWS
 from fuseopt.ops.decode.low_rank import updates
+from fuseopt.ops.low_bit import LowBitWeight, dequantize
 from fuseopt.tuning import multiprocessors, tuned
 
 # A name in `ACTIVATIONS`, or a module that is called.
@@ -75,12 +77,27 @@ class Linear:
         biases: [N] for each weight, or none.
         prefetch: weights of a later launch, which the kernel reads into the L2 cache.
         low_rank: updates of the weights by LoRA adapters; None without any.
+        sources: the modules that the weights belong to.
+        low_bit: what the layer multiplies with in place of `weights`, quantised from them; empty without any.
     """
 
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor, ...] = ()
     prefetch: tuple[Tensor, ...] = ()
     low_rank: LowRank | None = None
+    sources: tuple[nn.Module, ...] = ()
+    low_bit: tuple[LowBitWeight, ...] = ()
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """The tensors that hold the weights that a step reads."""
+        return tuple(weight.values for weight in self.low_bit) if self.low_bit else self.weights
+
+    def multiplied(self) -> tuple[Tensor, ...]:
+        """The weights to multiply with: `weights`, or new tensors of their dtype, dequantised."""
+        if not self.low_bit:
+            return self.weights
+        return tuple(dequantize(low, weight.dtype) for low, weight in zip(self.low_bit, self.weights, strict=True))
 
     @functools.cached_property
     def no_bias(self) -> Tensor:
@@ -96,10 +113,16 @@ def plan_l2_prefetch(layers: Sequence[Linear], head: Linear) -> None:
     head reads more than the L2 cache holds; at its end it prefetches the weights of the next step's first layer.
     """
     for layer, following, later in zip(layers, [*layers[1:], head], [*layers[2:], head, head], strict=True):
-        layer.prefetch = later.weights
+        layer.prefetch = _stored_alike(later, layer)
         if _skips_prefetch(layer):
-            layer.prefetch = _first_part(following.weights[0]) if _skips_prefetch(following) else ()
-    head.prefetch = layers[0].weights
+            skip_both = _skips_prefetch(following) and not (layer.low_bit or following.low_bit)
+            layer.prefetch = _first_part(following.weights[0]) if skip_both else ()
+    head.prefetch = _stored_alike(layers[0], head)
+
+
+def _stored_alike(layer: Linear, reader: Linear) -> tuple[Tensor, ...]:
+    """The tensors that a layer reads, if `reader`'s kernel can prefetch them: both quantised, or none."""
+    return layer.stored if bool(layer.low_bit) == bool(reader.low_bit) else ()
 
 
 def _skips_prefetch(layer: Linear) -> bool:
@@ -108,10 +131,10 @@ def _skips_prefetch(layer: Linear) -> bool:
     The kernels decide so too (`most_held_bytes` in csrc/cuda/decode/linear/params.cuh). Which kernel takes a layer is
     another question, with a lower limit for a long K: `exceeds_registers` there.
     """
-    weight = layer.weights[0]
+    weight = layer.stored[0]
     name = "decode_linear_held_bytes" if weight.T.is_contiguous() else "decode_linear_nk_held_bytes"
     held_bytes = tuned(name, weight.device) * multiprocessors(weight.device)
-    return sum(weight.nbytes for weight in layer.weights) >= held_bytes
+    return sum(weight.nbytes for weight in layer.stored) >= held_bytes
 
 
 def _first_part(weight: Tensor) -> tuple[Tensor, ...]:
@@ -128,15 +151,16 @@ def linear_of(*modules: nn.Linear) -> Linear:
     parts = [LoraPart(module, 0, len(weight)) for module, weight in zip(modules, weights, strict=True)]
     low_rank = LowRank.of(parts, weights[0])
     if all(bias is None for bias in biases):
-        return Linear(weights, low_rank=low_rank)
+        return Linear(weights, low_rank=low_rank, sources=modules)
     filled = (w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True))
-    return Linear(weights, tuple(filled), low_rank=low_rank)
+    return Linear(weights, tuple(filled), low_rank=low_rank, sources=modules)
 
 
 def conv1d_of(module: nn.Module) -> Linear:
     """The Linear of a Conv1D, whose weight is [in, out], also inside a LoRA layer."""
     weight = module.weight.T
-    return Linear((weight,), (module.bias,), low_rank=LowRank.of([LoraPart(module, 0, len(weight))], weight))
+    low_rank = LowRank.of([LoraPart(module, 0, len(weight))], weight)
+    return Linear((weight,), (module.bias,), low_rank=low_rank, sources=(module,))
 
 
 def halves_of(module: nn.Module) -> Linear:
@@ -144,7 +168,7 @@ def halves_of(module: nn.Module) -> Linear:
     first, second = module.weight.chunk(2)
     parts = [LoraPart(module, 0, len(first)), LoraPart(module, len(first), len(module.weight))]
     biases = () if module.bias is None else tuple(module.bias.chunk(2))
-    return Linear((first, second), biases, low_rank=LowRank.of(parts, first))
+    return Linear((first, second), biases, low_rank=LowRank.of(parts, first), sources=(module,))
 
 
 def layer_norm_of(norm: nn.Module) -> Norm:
@@ -229,6 +253,9 @@ def linear(
 def _by_kernel(input: Tensor, layer: Linear, **options: Any) -> Tensor:
     options |= {"pdl": True, "prefetch": layer.prefetch}
     added = layer.low_rank
+    if layer.low_bit:
+        dtype = layer.weights[0].dtype
+        return ops.decode_low_bit_linear(input.to(dtype), layer.low_bit, layer.biases or None, **options)
     if added is None:
         return ops.decode_linear(input, layer.weights, layer.biases or None, **options)
     return ops.decode_linear_low_rank(
@@ -240,6 +267,8 @@ def _normalises_before(input: Tensor, layer: Linear, norm: Norm) -> bool:
     """Whether the norm is an op of its own although the layer's kernel could compute it."""
     if norm.op_kind not in NORMS:
         return True
+    if layer.low_bit and input.dtype is not layer.weights[0].dtype:
+        return True  # the op rounds to its input's dtype
     if input.is_cpu:
         # For the reason that `normalised` gives.
         return norm.kind == "layer_norm"
@@ -255,7 +284,9 @@ def takes_kernel(
     norm: str | None = None,
     gated: bool = False,
 ) -> bool:
-    """Whether `linear` runs on `ops.decode_linear`; it never does if the activation is a module."""
+    """Whether `linear` runs on a kernel of `ops.decode`; it never does if the activation is a module."""
+    if layer.low_bit:
+        return len(input) <= MOST_LOW_BIT_ROWS and has_kernel("decode_low_bit_linear", layer.weights[0])
     op = "decode_linear" if layer.low_rank is None else "decode_linear_low_rank"
     return has_kernel(op, layer.weights[0]) and is_fast(input, layer.weights, residual, norm, gated)
 
@@ -264,7 +295,7 @@ def _by_library(
     input: Tensor, layer: Linear, activation: Activation | None, gated: bool, residual: Tensor | None
 ) -> Tensor:
     """`linear` without a norm, by the BLAS library with its epilogues where they fit."""
-    weight, *others = layer.weights
+    weight, *others = layer.multiplied()
     bias = layer.biases[0] if layer.biases else None
     is_plain = layer.low_rank is None and not others
     if is_plain and residual is not None and bias is None and activation is None and residual.dtype is weight.dtype:
@@ -275,7 +306,7 @@ def _by_library(
         bias = layer.no_bias if bias is None else bias
         output = torch._addmm_activation(bias, input, weight.T, use_gelu=is_gelu)
     else:
-        output = _products(input, layer)
+        output = _products(input, layer, (weight, *others))
         if gated and output.is_cuda and isinstance(activation, str):
             output = ops.gated_activation(output[:, : len(weight)], output[:, len(weight) :], activation)
         elif gated:
@@ -291,30 +322,30 @@ def _activated(input: Tensor, activation: Activation | None) -> Tensor:
     return activation(input) if callable(activation) else ACTIVATIONS[activation](input)
 
 
-def _products(input: Tensor, layer: Linear) -> Tensor:
+def _products(input: Tensor, layer: Linear, weights: Sequence[Tensor]) -> Tensor:
     """[rows, sum of N]; on a GPU rows are aligned to 16 bytes.
 
     cuBLAS takes several times as long if N is odd, as GPT-2's vocabulary is: the last few columns are a second product.
     """
     if takes_kernel(input, layer):
         return _by_kernel(input, layer)
-    output = _products_by_library(input, layer)
+    output = _products_by_library(input, layer, weights)
     if layer.low_rank is not None:
-        parts = output.split([len(weight) for weight in layer.weights], dim=1)
+        parts = output.split([len(weight) for weight in weights], dim=1)
         for part, added in zip(parts, updates(input, layer.low_rank.a, layer.low_rank.b), strict=True):
             part += added
     return output
 
 
-def _products_by_library(input: Tensor, layer: Linear) -> Tensor:
+def _products_by_library(input: Tensor, layer: Linear, weights: Sequence[Tensor]) -> Tensor:
     """`_products` without updates of low rank."""
-    widths = [len(weight) for weight in layer.weights]
+    widths = [len(weight) for weight in weights]
     biases = layer.biases or (None,) * len(widths)
     step = 8 if input.is_cuda else 1
     if len(widths) == 1 and widths[0] % step == 0:
-        return F.linear(input, layer.weights[0], biases[0])
+        return F.linear(input, weights[0], biases[0])
     output = input.new_empty(len(input), -(-sum(widths) // 8) * 8)[:, : sum(widths)]
-    for part, weight, bias in zip(output.split(widths, dim=1), layer.weights, biases, strict=True):
+    for part, weight, bias in zip(output.split(widths, dim=1), weights, biases, strict=True):
         aligned = len(weight) // step * step
         for begin, end in ((0, aligned), (aligned, len(weight))):
             if begin == end:

@@ -57,7 +57,7 @@ class BartStep(SpecStep):
 
     @staticmethod
     def head_of(model: nn.Module) -> Linear:
-        return Linear((model.lm_head.weight,), (model.final_logits_bias[0],))
+        return Linear((model.lm_head.weight,), (model.final_logits_bias[0],), sources=(model.lm_head,))
 
     @classmethod
     def _layer(cls, block: nn.Module) -> Layer:

@@ -202,9 +202,10 @@ def activate(hidden: Tensor, activation: Activation) -> Tensor:
 
 def linear(hidden: Tensor, layer: Linear) -> Tensor:
     """[..., K] -> [..., N * number of weights], in the weights' dtype."""
-    hidden = hidden.to(layer.weights[0].dtype)
-    biases = layer.biases or (None,) * len(layer.weights)
-    products = [F.linear(hidden, weight, bias) for weight, bias in zip(layer.weights, biases, strict=True)]
+    weights = layer.multiplied()
+    hidden = hidden.to(weights[0].dtype)
+    biases = layer.biases or (None,) * len(weights)
+    products = [F.linear(hidden, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     return torch.cat(products, dim=-1)
 
 

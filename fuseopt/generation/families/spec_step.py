@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fuseopt import ops
+from fuseopt.config import LowBitOptions
 from fuseopt.generation.engine.attention import StepAttention, additive
 from fuseopt.generation.engine.layers import (
     Linear,
@@ -22,6 +23,7 @@ from fuseopt.generation.engine.layers import (
     normalised,
     plan_l2_prefetch,
 )
+from fuseopt.generation.engine.low_bit import LowBitChoice, LowBitWeights, low_bit_choice
 from fuseopt.generation.engine.low_rank import LowRankUpdates
 from fuseopt.generation.engine.prompt_attention import PromptAttention
 from fuseopt.generation.engine.residual_stream import HeadInput, ResidualStream
@@ -59,6 +61,7 @@ class SpecStep(DecodeStep):
 
     config_fields: ClassVar[tuple[str, ...]] = ()
     takes_lora: ClassVar[bool] = True
+    takes_low_bit: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module) -> None:
         spec = self.spec = self.spec_of(model)
@@ -113,6 +116,14 @@ class SpecStep(DecodeStep):
         """The modules whose buffers `spec_of` reads."""
         return ()
 
+    @classmethod
+    def low_bit_choice(cls, model: nn.Module, options: LowBitOptions) -> LowBitChoice:
+        return _low_bit_choice(model, cls.spec_of(model), options)
+
+    def quantize(self, model: nn.Module, weights: LowBitWeights) -> None:
+        weights.put_into(_low_bit_choice(model, self.spec, weights.options))
+        self._plan_l2_prefetch(self.layers)
+
     def new_state(self, sizes: Sizes) -> DecodeState:
         state = DecodeState(sizes, self.shape, self.vocab)
         with torch.inference_mode(False):
@@ -163,7 +174,7 @@ class SpecStep(DecodeStep):
         for cross, (keys, values), *absorbed in zip(
             self._cross_attentions, kept, state.absorbed.keys, state.absorbed.values, strict=True
         ):
-            (query,), (out,) = cross.query.weights, cross.out.weights
+            (query,), (out,) = cross.query.multiplied(), cross.out.multiplied()
             to_scores, to_output = (tensor.unflatten(0, (heads, -1)) for tensor in absorbed)
             torch.bmm(keys, query.unflatten(0, (heads, -1)), out=to_scores)
             torch.bmm(values, out.T.unflatten(0, (heads, -1)), out=to_output)
@@ -335,6 +346,12 @@ class SpecStep(DecodeStep):
             id(bias): bias.bucket_of(torch.arange(bias.max_distance + 1, device=bias.weight.device))
             for bias in self.spec.relative_biases
         }
+
+
+def _low_bit_choice(model: nn.Module, spec: DecoderSpec, options: LowBitOptions) -> LowBitChoice:
+    of_prompts = [layer.cross_attention.key_value for layer in spec.layers if layer.cross_attention is not None]
+    others = [layer for layer in spec.linears if all(layer is not other for other in of_prompts)]
+    return low_bit_choice(model, others, of_prompts, options)
 
 
 def add_feed_forward(

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from fuseopt.modules.children import Children
 
 if TYPE_CHECKING:
+    from fuseopt.config import LowBitOptions
     from fuseopt.generation.engine.graphs import StepGraphs
+    from fuseopt.generation.engine.low_bit import LowBitChoice, LowBitWeights
     from fuseopt.generation.engine.residual_stream import HeadInput
     from fuseopt.generation.engine.state import CacheShape, DecodeState, Sizes
 
@@ -72,6 +74,7 @@ class DecodeStep(Protocol):
         ignores_encoder_mask: cross-attention attends to all of the encoder's output, whatever `attention_mask` says.
         takes_lora: linear layers of the model may be inside LoRA layers of peft (`fuseopt.modules.lora`); those of them
             whose updates the step adds are its `lora_layers`.
+        takes_low_bit: `low_bit_choice` and `quantize` are written, so weights may be in 8 or 4 bits.
         token_embedding: [vocab, width], whose dtype and device tell whether the engine's kernels apply.
         shape: of the key-value cache, from which the engine makes a `DecodeState`.
         vocab: width of the logits.
@@ -86,6 +89,7 @@ class DecodeStep(Protocol):
     encoder_class: ClassVar[type[EncoderStep] | None] = None
     ignores_encoder_mask: ClassVar[bool] = False
     takes_lora: ClassVar[bool] = False
+    takes_low_bit: ClassVar[bool] = False
 
     lora_layers: Sequence[nn.Module] = ()
     token_embedding: Tensor
@@ -114,6 +118,15 @@ class DecodeStep(Protocol):
     def not_supported_reasons(model: nn.Module) -> list[str]:
         """Why the step would compute something else than the model's forward; `children` are checked elsewhere."""
         return []
+
+    @classmethod
+    def low_bit_choice(cls, model: nn.Module, options: LowBitOptions) -> LowBitChoice:
+        """Which linear layers `quantize` quantises, and why not the others; computes nothing."""
+        raise NotImplementedError
+
+    def quantize(self, model: nn.Module, weights: LowBitWeights) -> None:
+        """Reads `weights` in place of the model's from now on."""
+        raise NotImplementedError
 
     def new_state(self, sizes: Sizes) -> DecodeState:
         """The static tensors of steps of these sizes."""

@@ -8,9 +8,11 @@ from typing import NamedTuple
 from torch import nn
 
 from fuseopt.generation.engine.graphs import StepGraphs
+from fuseopt.generation.engine.low_bit import LowBitWeights
 from fuseopt.generation.families.step_interface import DecodeStep, EncoderStep
 from fuseopt.generation.hf.fingerprint import ModelFingerprint, fingerprint
 from fuseopt.modules.lora import described
+from fuseopt.runtime.memory import is_out_of_memory
 from fuseopt.runtime.references import weak_attribute
 
 
@@ -49,6 +51,7 @@ class CheckedStep:
     Args:
         model: an instance of the step's `model_class`; referenced weakly.
         graphs: cleared when a step is rebuilt.
+        low_bit: the quantised weights, for a step that takes them; None to read the model's.
 
     Attributes:
         step: built from `model` by the first check that finds no reason against it; unset before.
@@ -59,8 +62,14 @@ class CheckedStep:
     model = weak_attribute("model")
     step: DecodeStep
 
-    def __init__(self, model: nn.Module, step_class: type[DecodeStep], graphs: StepGraphs) -> None:
-        self.model, self.step_class, self.graphs = model, step_class, graphs
+    def __init__(
+        self,
+        model: nn.Module,
+        step_class: type[DecodeStep],
+        graphs: StepGraphs,
+        low_bit: LowBitWeights | None = None,
+    ) -> None:
+        self.model, self.step_class, self.graphs, self.low_bit = model, step_class, graphs, low_bit
         self.is_built = False
         self.encoder: EncoderStep | None = None
         self._fingerprint: ModelFingerprint | None = None
@@ -75,7 +84,8 @@ class CheckedStep:
     def notes(self) -> tuple[str, ...]:
         """What the last check found, for the report."""
         layers = {} if self._fingerprint is None else self._fingerprint.lora.layers
-        return (described(layers),) if layers else ()
+        quantised = () if self.low_bit is None else self.low_bit.report_lines()
+        return (*((described(layers),) if layers else ()), *quantised)
 
     def is_in_place(self) -> bool:
         """Whether there is a step and its weights have their addresses, so that it can run before a check."""
@@ -110,16 +120,33 @@ class CheckedStep:
         reason = found.reason or adapters
         if reason is not None:
             return ModelCheck(reason)
-        self._key = (*found.key, *step_class.constants(self.model), *ranks)
-        is_rebuilt = not self.is_built or self._key != key
+        own = (*found.key, *step_class.constants(self.model), *ranks)
+        is_rebuilt = not self.is_built or (*own, *self._versions()) != key
         if is_rebuilt:
             self.graphs.clear()
-            self.step, self.is_built = step_class(self.model), True
+            self.is_built = False
+            try:
+                self.step = self._new_step()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                return ModelCheck("there was no memory for quantised weights")
+            self.is_built = True
+            self._key = (*own, *self._versions())
             self._unread = _unread_adapter(found, self.step, self.model)
         if self._unread is not None:
             return ModelCheck(self._unread)
         encoder_is_unchanged = self._confirm_encoder()
         return ModelCheck(None, found is before and not is_rebuilt and encoder_is_unchanged)
+
+    def _new_step(self) -> DecodeStep:
+        step = self.step_class(self.model)
+        if self.low_bit is not None:
+            step.quantize(self.model, self.low_bit)
+        return step
+
+    def _versions(self) -> tuple[Hashable, ...]:
+        return () if self.low_bit is None else self.low_bit.versions()
 
     def use_encoder(self, *, check_now: bool) -> str | None:
         """Prepares `encoder` for this call.

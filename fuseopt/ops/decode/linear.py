@@ -14,6 +14,7 @@ from torch import Tensor
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
 from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
+from fuseopt.ops.low_bit import LowBitWeight
 from fuseopt.tuning import table_of
 
 FEW_ROWS = 16
@@ -50,8 +51,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def out_columns(weights: Sequence[Tensor], gated: bool) -> int:
-    return len(weights[0]) if gated else sum(map(len, weights))
+def out_columns(weights: Sequence[Tensor | LowBitWeight], gated: bool) -> int:
+    outputs = [weight.shape[0] for weight in weights]
+    return outputs[0] if gated else sum(outputs)
 
 
 def output_dtype(weight: Tensor, residual: Tensor | None) -> torch.dtype:
@@ -103,7 +105,7 @@ def normalised_input(
     return xhat if weight is None else (xhat.to(dtype) * weight.to(dtype)).to(rounded_to)
 
 
-def _reference(
+def reference_layer(
     input: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
@@ -114,10 +116,17 @@ def _reference(
     eps: float,
     activation: str,
     gated: bool,
+    rounded_to: torch.dtype | None = None,
 ) -> Tensor:
+    """`decode_linear` in plain PyTorch.
+
+    Args:
+        rounded_to: dtype of the norm's result, and of the output without a residual; that of `weights` if None.
+    """
+    rounded_to = rounded_to or weights[0].dtype
     with without_autocast(input):
         dtype = compute_dtype(weights[0])
-        x = normalised_input(input, norm, norm_weight, norm_bias, eps, weights[0].dtype).to(dtype)
+        x = normalised_input(input, norm, norm_weight, norm_bias, eps, rounded_to).to(dtype)
         products = [F.linear(x, weight.to(dtype)) for weight in weights]
         if biases:
             products = [product + bias.to(dtype) for product, bias in zip(products, biases, strict=True)]
@@ -128,10 +137,10 @@ def _reference(
         output = products[0] * products[1] if gated else torch.cat(products, -1)
         if residual is not None:
             output = output + residual.to(torch.promote_types(dtype, residual.dtype))
-        return output.to(output_dtype(weights[0], residual))
+        return output.to(rounded_to if residual is None else torch.promote_types(rounded_to, residual.dtype))
 
 
-def _as_list(tensors: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
+def as_list(tensors: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
     if tensors is None:
         return []
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -139,7 +148,7 @@ def _as_list(tensors: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
 
 def check_layer(
     input: Tensor,
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor | LowBitWeight],
     biases: Sequence[Tensor],
     residual: Tensor | None,
     norm: str | None,
@@ -241,9 +250,9 @@ def decode_linear_reference(
     prefetch: Sequence[Tensor] = (),
 ) -> Tensor:
     """`decode_linear` in plain PyTorch, for any number of rows."""
-    weights, biases = _as_list(weight), _as_list(bias)
+    weights, biases = as_list(weight), as_list(bias)
     check_layer(input, weights, biases, residual, norm, norm_weight, norm_bias, activation, gated)
-    return _reference(
+    return reference_layer(
         input, weights, biases, residual, norm or "", norm_weight, norm_bias, eps, activation or "", gated
     )
 
@@ -302,7 +311,7 @@ def decode_linear(
         ValueError: shapes or options that do not fit together.
         BackendError: the backend named cannot run here; the message says why.
     """
-    weights, biases = _as_list(weight), _as_list(bias)
+    weights, biases = as_list(weight), as_list(bias)
     check_layer(input, weights, biases, residual, norm, norm_weight, norm_bias, activation, gated)
     rows = input.shape[:-1].numel()
     if rows > MAX_ROWS:
@@ -325,7 +334,7 @@ def decode_linear(
         )
     arguments = (input, weights, biases, residual, norm or "", norm_weight, norm_bias, eps, activation or "", gated)
     if chosen == "reference":
-        return _reference(*arguments)
+        return reference_layer(*arguments)
     return RAW[chosen](*arguments, pdl, list(prefetch))
 
 

@@ -7,7 +7,7 @@ as long.
 """
 
 from collections.abc import Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -43,12 +43,15 @@ def chunks(rows: int, row_bytes: int, features: int, device: torch.device) -> It
     multiprocessors idle.
     """
     fits = max(tuned("linear_cross_entropy_chunk_bytes", device) // row_bytes // CHUNK_ROWS, 1)
-    of_row = -(-features // _TILE_COLUMNS)
-    most = CHUNK_ROWS * max(
-        range(fits, fits // 2, -1), key=lambda tiles: _busy(tiles * of_row, multiprocessors(device))
-    )
+    most = CHUNK_ROWS * _busiest(fits, -(-features // _TILE_COLUMNS), multiprocessors(device))
     for start in range(0, rows, most):
         yield slice(start, min(start + most, rows))
+
+
+@lru_cache
+def _busiest(fits: int, of_row: int, places: int) -> int:
+    """Of the numbers of rows of tiles from half of `fits` on, the one that leaves the fewest places idle."""
+    return max(range(fits, fits // 2, -1), key=lambda tiles: _busy(tiles * of_row, places))
 
 
 def _busy(tiles: int, places: int) -> float:

@@ -63,6 +63,7 @@ def interrupting(call, at):
     return interrupted
 
 
+@pytest.mark.slow
 def test_rows_are_kept_when_first_calls_are_interrupted(monkeypatch, capsys):
     rows = [Row("gpt2-tiny", batch, prompt=5, new=2) for batch in (1, 2)]
     run = functools.partial(
@@ -133,6 +134,7 @@ def test_every_sampled_default_row_has_a_greedy_one():
     assert len(sampled) == 6 and all((r.model, r.batch, r.prompt, r.new, r.dtype) in greedy for r in sampled)
 
 
+@pytest.mark.slow
 def test_a_first_call_has_a_process_of_its_own(capsys):
     row = asdict(Row("gpt2-tiny", 1, prompt=4, new=2))
     request = {"row": row, "dtype": "float32", "device": "cpu", "options": {"use_cache": True}}

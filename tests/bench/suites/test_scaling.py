@@ -26,6 +26,7 @@ def forked(monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_two_processes_are_timed_beside_one(forked, capfd):
     results = scaling.run(device=torch.device("cpu"), row=ROW, processes=2, name="kernels", config=KERNELS)
     alone, together = results.rows

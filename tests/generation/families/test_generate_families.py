@@ -11,6 +11,7 @@ import fuseopt
 from fuseopt import ops
 from fuseopt.generation.engine import prompt_attention
 from fuseopt.generation.tiers import Tier
+from tests.axes import thinned
 from tests.generation.families.tiny_decoders import DECODERS, ENCODER_DECODERS, grouped, whisper
 from tests.generation.same_calls import (
     GENERATION,
@@ -36,8 +37,7 @@ FAMILIES = DECODERS | ENCODER_DECODERS
 WINDOWED = ("mistral", "gemma3")
 
 
-@pytest.mark.parametrize("kind", CALLS)
-@pytest.mark.parametrize("family", FAMILIES)
+@thinned(2, family=list(FAMILIES), kind=list(CALLS))
 def test_calls_give_what_transformers_does(family: str, kind: str, each_device: torch.device) -> None:
     model = FAMILIES[family]()
     tier = Tier.FAST_FORWARD if kind == "on_host" else Tier.DEVICE_LOOP

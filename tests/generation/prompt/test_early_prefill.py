@@ -27,6 +27,7 @@ from fuseopt.generation.prompt.early_prefill import EarlyPrefill
 from fuseopt.generation.select.selection import Selection
 from fuseopt.generation.tiers import Tier
 from tests import tiny
+from tests.axes import covering, thinned
 from tests.generation.same_calls import GENERATION, VOCAB, prompt, sweep
 
 pytestmark = pytest.mark.usefixtures("each_device", "as_on_gpu")
@@ -94,9 +95,13 @@ def test_calls_that_look_alike(model, queued):
     assert all(queued[8:])
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("kwargs", [SETTLED, SETTLED | {"suppress_tokens": [3, 5], "forced_eos_token_id": 8}], ids=str)
-@pytest.mark.parametrize("with_config", [False, True])
+@covering(
+    model=list(FAMILIES),
+    mode={mode.__name__: mode for mode in (torch.no_grad, torch.inference_mode)},
+    kwargs=[SETTLED, SETTLED | {"suppress_tokens": [3, 5], "forced_eos_token_id": 8}],
+    with_config=[False, True],
+    indirect=["model"],
+)
 def test_queued_steps_are_used(model, mode, with_config, kwargs, monkeypatch):
     """Whatever a call brings along of its own."""
     served = []
@@ -330,7 +335,7 @@ CHANGES = (
 )
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@thinned(2, model=list(FAMILIES), change={change.__name__: change for change in CHANGES}, indirect=["model"])
 def test_what_no_argument_tells(change, model, queued, monkeypatch):
     """A call that turns out to be another is what it is, and so are those after it."""
     penalties = []

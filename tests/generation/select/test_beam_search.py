@@ -15,6 +15,7 @@ from fuseopt.generation.engine.stop_flags import StopFlags
 from fuseopt.generation.tiers import Tier
 from fuseopt.ops.decode import linear
 from tests import tiny
+from tests.axes import covering
 from tests.generation.same_calls import (
     DETAILS,
     FAMILIES,
@@ -111,8 +112,7 @@ def test_ties_fall_as_in_transformers(model, share, data):
         compare(model, inputs, Tier.DEVICE_LOOP, **kwargs)
 
 
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("lag", [0, 3])
+@covering(model=list(FAMILIES), early_stopping=[True, False, "never"], lag=[0, 3], indirect=["model"])
 def test_items_that_end_at_different_times(model, early_stopping, lag, monkeypatch):
     """Whatever surplus steps run after the last one that counts."""
     if model.device.type == "cpu":
@@ -212,8 +212,7 @@ def test_what_is_returned_is_none_of_the_static_tensors(model, kwargs, monkeypat
     assert all(value.is_inference() for value in returned)
 
 
-@pytest.mark.parametrize("pad", [0, 5, None])
-@pytest.mark.parametrize("eos", [None, 3, [7, 3]])
+@covering(model=list(FAMILIES), pad=[0, 5, None], eos=[None, 3, [7, 3]], indirect=["model"])
 def test_what_stands_behind_shorter_sequences(model, pad, eos):
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     ends = [] if eos is None else eos
@@ -304,17 +303,17 @@ def _stock(model, inputs, **kwargs):
 
 # On a GPU an invalid probability fails a device-side assertion, after which the process cannot use the GPU.
 @pytest.mark.parametrize("each_device", ["cpu"], indirect=True)
-@pytest.mark.parametrize("value", [1e38, -1e38, 3e38, torch.inf, torch.nan])
-@pytest.mark.parametrize(
-    "kwargs",
-    [
+@covering(
+    model=list(FAMILIES),
+    value=[1e38, -1e38, 3e38, torch.inf, torch.nan],
+    kwargs=[
         {},
         {"do_sample": True},
         {"num_beams": 2},
         {"num_beams": 2, "do_sample": True},
         {"num_beams": 3, "num_return_sequences": 2, "no_repeat_ngram_size": 2},
     ],
-    ids=str,
+    indirect=["model"],
 )
 def test_logits_that_overflow_give_what_they_do_in_transformers(model, kwargs, value, monkeypatch):
     """With the products of transformers on a CPU: which partial sum overflows depends on the order of addition."""

@@ -11,6 +11,7 @@ from fuseopt.errors import BackendError
 from fuseopt.ops import decode_attention, decode_attention_, decode_linear, registry
 from fuseopt.ops.decode.attention import decode_attention_reference
 from fuseopt.ops.decode.linear import MAX_ROWS, MOST_ROWS_ON_CPU, decode_linear_reference
+from tests.axes import covering
 from tests.ops.cases import RawCalls, error, to_float64
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -23,7 +24,10 @@ def needs_the_library() -> None:
         pytest.skip(reasons[0])
 
 
-@pytest.fixture(params=[1, 3, 11])
+THREADS = [1, 3, 11]
+
+
+@pytest.fixture(params=THREADS)
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -43,9 +47,13 @@ def weight_of(layout: str, out_features: int, in_features: int, dtype: torch.dty
     return (weight / k**0.5).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", ["rows", "columns", "apart", "strided"])
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 13, 31, 45])
+@covering(
+    rows=[1, 2, 3, 5, 8, 13, 31, 45],
+    layout=["rows", "columns", "apart", "strided"],
+    dtype=DTYPES,
+    threads=THREADS,
+    indirect=["threads"],
+)
 def test_linear_layers_that_threads_share(rows: int, layout: str, dtype: torch.dtype, threads: int) -> None:
     torch.manual_seed(rows)
     in_features, out_features = 331, 277  # enough elements for several threads

@@ -57,6 +57,7 @@ print(json.dumps(seen))
 """
 
 
+@pytest.mark.slow
 def test_another_process_finds_what_this_one_has_compiled(tmp_path):
     from fuseopt.ops.triton import relative_attention_bwd_joined, relative_attention_fwd
     from fuseopt.ops.triton.compile_only import Target, compile_call

@@ -100,7 +100,9 @@ def assert_same_gradients(model: nn.Module, **options) -> None:
         assert (actual - stock).norm() <= 0.01 * stock.norm()
 
 
-@pytest.mark.parametrize(("count", "bias"), [(1, True), (2, False), (4, True), (8, False), (15, True)])
+@pytest.mark.parametrize(
+    ("count", "bias"), [(1, True), (2, False), (4, True), pytest.param(8, False, marks=pytest.mark.slow), (15, True)]
+)
 def test_gradients_and_what_is_read(calls, count, bias):
     """One call a norm but the last, whose gradient is no product's; each reads three addends at most."""
     assert_same_gradients(Stack(blocks(count, bias=bias)))
@@ -117,7 +119,7 @@ def test_gradients_and_what_is_read(calls, count, bias):
     assert len({base.data_ptr() for _, _, base, *_ in calls}) <= count // most + 1
 
 
-@pytest.mark.parametrize("budget", [0.5, 0.0])
+@pytest.mark.parametrize("budget", [pytest.param(0.5, marks=pytest.mark.slow), 0.0])
 def test_under_a_budget(calls, budget):
     assert_same_gradients(Stack(blocks(9)), budget=budget)
 

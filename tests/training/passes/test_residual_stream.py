@@ -82,6 +82,7 @@ def test_long_layers_are_equal(kept):
     assert [len(set(names[4:-4])) for names in (forward, backward)] == [3, 3] and len(forward) == 16
 
 
+@pytest.mark.slow
 def test_without_it_they_are_not(kept, monkeypatch):
     monkeypatch.setattr(residual_stream, "_LONG", 10**6)
     model, x = step(3, 10, 5)
@@ -91,7 +92,12 @@ def test_without_it_they_are_not(kept, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sublayers", "length", "layers"), [(2, 2, 7), (3, 10, 2), (1, 2, 9)], ids=["short", "two layers", "one sublayer"]
+    ("sublayers", "length", "layers"),
+    [
+        pytest.param(2, 2, 7, id="short", marks=pytest.mark.slow),
+        pytest.param(3, 10, 2, id="two layers", marks=pytest.mark.slow),
+        pytest.param(1, 2, 9, id="one sublayer"),
+    ],
 )
 def test_others_are_left_alone(kept, sublayers, length, layers):
     model, x = step(sublayers, length, layers)

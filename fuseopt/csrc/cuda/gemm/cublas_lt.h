@@ -28,9 +28,9 @@ constexpr int64_t kAuxMultiple = 8;
 // the tanh approximation.
 enum Epilogue : uint32_t { kPlain = 1, kRelu = 2, kGelu = 32, kBias = 4, kAux = 128 };
 
-// cublasLtMatmulPreferenceAttributes_t; the flag of cublasLtReductionScheme_t for sums that stay in float32.
+// cublasLtMatmulPreferenceAttributes_t; masks of cublasLtReductionScheme_t: K is not split, or sums stay in float32.
 enum Preference : int { kMaxWorkspace = 1, kReductionSchemes = 3, kAlignmentA = 5, kAlignmentB = 6, kAlignmentC = 7, kAlignmentD = 8 };
-constexpr uint32_t kFloat32Reductions = 2;
+constexpr uint32_t kNoReductions = 0, kFloat32Reductions = 2;
 
 struct Algorithm {
   uint64_t data[8];

@@ -1,0 +1,254 @@
+"""`decode_linear` with weights in 8 or 4 bits, and a linear layer of any number of rows with such a weight."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fuseopt.errors import BackendError
+from fuseopt.ops import registry
+from fuseopt.ops.decode.linear import as_list, check_layer, out_columns, reference_layer
+from fuseopt.ops.library import check_shape, define, without_autocast
+from fuseopt.ops.low_bit import GROUPS, LowBitWeight, dequantize, quantize
+
+MAX_ROWS = 64
+"""The kernels take no more rows; above, a dequantised copy of the weight and the BLAS library are as fast."""
+
+_CPU = registry.NativeBackend("cpu", dtypes=(torch.float32, torch.bfloat16, torch.float16))
+
+
+def _fake(
+    input: Tensor,
+    values: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    zeros: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    residual: Tensor | None,
+    norm: str,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    activation: str,
+    gated: bool,
+    pdl: bool,
+    prefetch: Sequence[Tensor],
+) -> Tensor:
+    dtype = input.dtype if residual is None else torch.promote_types(input.dtype, residual.dtype)
+    return input.new_empty((*input.shape[:-1], out_columns(values, gated)), dtype=dtype)
+
+
+RAW = define(
+    "decode_low_bit_linear(Tensor input, Tensor[] values, Tensor[] scales, Tensor[] zeros, Tensor[] biases,"
+    " Tensor? residual, str norm, Tensor? norm_weight, Tensor? norm_bias, float eps, str activation, bool gated,"
+    " bool pdl, Tensor[] prefetch) -> Tensor",
+    _fake,
+)
+
+
+def _check_weight(weight: LowBitWeight) -> None:
+    """Raises where a LowBitWeight's tensors do not fit together."""
+    values, scales, zeros, bits, group = weight
+    outputs, inputs = weight.shape
+    if bits not in (4, 8) or group not in ((inputs,) if bits == 8 else GROUPS) or inputs % max(group, 1):
+        raise ValueError(f"no LowBitWeight of {inputs} inputs has {bits} bits and groups of {group}")
+    if values.dtype is not (torch.int8 if bits == 8 else torch.int32):
+        raise TypeError(f"values of {bits} bits must be {'int8' if bits == 8 else 'int32'}, not {values.dtype}")
+    groups = torch.Size((outputs, 1 if bits == 8 else inputs // group))
+    check_shape("scales", scales, groups)
+    if not scales.dtype.is_floating_point:
+        raise TypeError(f"scales must be floating point, not {scales.dtype}")
+    if zeros is not None:
+        if bits == 8:
+            raise ValueError("8 bits have no zeros")
+        check_shape("zeros", zeros, groups)
+        if zeros.dtype is not torch.uint8:
+            raise TypeError(f"zeros must be uint8, not {zeros.dtype}")
+
+
+def _check(input: Tensor, weights: Sequence[LowBitWeight]) -> None:
+    for weight in weights:
+        _check_weight(weight)
+    if len({(weight.bits, weight.group, weight.zeros is None, weight.scales.dtype) for weight in weights}) > 1:
+        raise ValueError("weights must have the same bits, groups, zero points or none, and dtype of scales")
+
+
+def decode_low_bit_linear_reference(
+    input: Tensor,
+    weight: LowBitWeight | Sequence[LowBitWeight],
+    bias: Tensor | Sequence[Tensor] | None = None,
+    *,
+    residual: Tensor | None = None,
+    norm: str | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str | None = None,
+    gated: bool = False,
+    pdl: bool = False,
+    prefetch: Sequence[Tensor] = (),
+) -> Tensor:
+    """`decode_low_bit_linear` in plain PyTorch, for any number of rows: dequantises and multiplies."""
+    options: dict[str, Any] = {"residual": residual, "norm": norm, "norm_weight": norm_weight, "norm_bias": norm_bias}
+    return decode_low_bit_linear(
+        input, weight, bias, **options, eps=eps, activation=activation, gated=gated, backend="reference"
+    )
+
+
+def decode_low_bit_linear(
+    input: Tensor,
+    weight: LowBitWeight | Sequence[LowBitWeight],
+    bias: Tensor | Sequence[Tensor] | None = None,
+    *,
+    residual: Tensor | None = None,
+    norm: str | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str | None = None,
+    gated: bool = False,
+    pdl: bool = False,
+    prefetch: Sequence[Tensor] = (),
+    backend: str = "auto",
+) -> Tensor:
+    """`decode_linear` with weights in 8 or 4 bits: `residual + activation(F.linear(norm(input), weight, bias))`.
+
+    Computed in float32 (float64 if `input` is) with the dequantised weight, and rounded once at the end. The norm's
+    result is rounded to `input`'s dtype too, as upstream. Autocast does not apply.
+
+    Args:
+        input: [..., K], any strides; float32, float16, bfloat16 or float64. More than `MAX_ROWS` rows are left to the
+            reference.
+        weight: one to three of [N, K], of the same bits, groups and kind of zero points. They may differ in N, unless
+            `gated`.
+        bias, residual, norm, norm_weight, norm_bias, eps, activation, gated: as `decode_linear` takes them.
+        pdl: programmatic dependent launch: the CUDA kernel reads its weights while the previous kernel on the stream
+            still runs. That kernel must not write any of the parameters.
+        prefetch: tensors that later launches read, at most three; kernels may load them into the L2 cache.
+        backend: "auto", "cuda", "cpu" or "reference".
+
+    Returns:
+        [..., sum of all N] ([..., N] if gated), contiguous, of `input`'s dtype, or of what that and `residual`'s
+        promote to.
+
+    Raises:
+        ValueError: shapes or options that do not fit together.
+        TypeError: dtypes of a LowBitWeight other than its own.
+        BackendError: the backend named cannot run here; the message says why.
+    """
+    weights, biases = [weight] if isinstance(weight, LowBitWeight) else list(weight), as_list(bias)
+    _check(input, weights)
+    check_layer(input, weights, biases, residual, norm, norm_weight, norm_bias, activation, gated)
+    rows = input.shape[:-1].numel()
+    if rows > MAX_ROWS:
+        if backend not in ("auto", "reference"):
+            raise BackendError(
+                f"decode_low_bit_linear: {backend!r} takes {MAX_ROWS} rows at most, not {rows}; use low_bit_linear"
+            )
+        chosen = "reference"
+    else:
+        tensors = (input, *biases, residual, norm_weight, norm_bias)
+        chosen = registry.pick_without_gradient("decode_low_bit_linear", backend, (input.dtype,), *tensors)
+    of_norm = (norm or "", norm_weight, norm_bias, eps)
+    if chosen == "reference":
+        exact = torch.promote_types(input.dtype, torch.float32)
+        dequantized = [dequantize(part, exact) for part in weights]
+        return reference_layer(input, dequantized, biases, residual, *of_norm, activation or "", gated, input.dtype)
+    values, scales = [part.values for part in weights], [part.scales for part in weights]
+    zeros = [part.zeros for part in weights if part.zeros is not None]
+    layer = (values, scales, zeros, biases, residual, *of_norm, activation or "", gated)
+    return RAW[chosen](input, *layer, pdl, list(prefetch))
+
+
+def low_bit_linear(input: Tensor, weight: LowBitWeight, bias: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    """`F.linear(input, weight, bias)` with a weight in 8 or 4 bits.
+
+    Up to `MAX_ROWS` rows run on the kernels of `decode_low_bit_linear`. For more rows the weight is dequantised to
+    `input`'s dtype, and the BLAS library multiplies.
+
+    Differentiable in `input` and `bias`.
+
+    Args:
+        input: [..., K], float32, float16, bfloat16 or float64, on the weight's device.
+        weight: [N, K], of `fuseopt.ops.quantize`.
+        bias: [N], or None.
+        backend: "auto", "cuda", "cpu" or "reference".
+
+    Returns:
+        [..., N] of `input`'s dtype.
+
+    Raises:
+        ValueError, TypeError, BackendError: as `decode_low_bit_linear` raises them.
+    """
+    if input.shape[:-1].numel() <= MAX_ROWS or backend != "auto":
+        return decode_low_bit_linear(input, weight, bias, backend=backend)
+    _check(input, [weight])
+    check_layer(input, [weight], as_list(bias), None, None, None, None, None, False)
+    with without_autocast(input):
+        return F.linear(input, dequantize(weight, input.dtype), None if bias is None else bias.to(input.dtype))
+
+
+def low_bit_linear_reference(input: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> Tensor:
+    """`low_bit_linear` in plain PyTorch."""
+    return decode_low_bit_linear_reference(input, weight, bias)
+
+
+def _sample_weight(
+    device: torch.device, dtype: torch.dtype, outputs: int, inputs: int, bits: int, symmetric: bool = True
+) -> LowBitWeight:
+    # float64 is not quantised; its inputs meet a weight of float32.
+    dtype = torch.float32 if dtype is torch.float64 else dtype
+    return quantize(torch.randn(outputs, inputs, device=device, dtype=dtype), bits, 32, symmetric)
+
+
+def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
+    def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def weights(*outputs: int, inputs: int = 64, bits: int = 4, symmetric: bool = True) -> list[LowBitWeight]:
+        return [_sample_weight(device, dtype, n, inputs, bits, symmetric) for n in outputs]
+
+    layer_norm = {"norm": "layer_norm", "norm_weight": make(64), "norm_bias": make(64)}
+    rms_norm = {"norm": "rms_norm", "norm_weight": make(64), "eps": 1e-6}
+    gemma = {"norm": "gemma_rms_norm", "norm_weight": make(64), "eps": 1e-6}
+    wide = torch.promote_types(dtype, torch.float32)
+    for bits, symmetric in ((8, True), (4, True), (4, False)):
+        kind: dict[str, Any] = {"bits": bits, "symmetric": symmetric}
+        biases = [make(n) for n in (32, 8, 7)]
+        yield registry.SampleInput((make(3, 64), weights(40, **kind), make(40)), {**layer_norm, "activation": "gelu"})
+        yield registry.SampleInput((make(2, 2, 64), weights(32, 8, 7, **kind), biases), rms_norm)
+        gated = {**gemma, "activation": "gelu_tanh", "gated": True}
+        yield registry.SampleInput((make(9, 64), weights(24, 24, **kind)), gated)
+        yield registry.SampleInput((make(1, 96), weights(7, inputs=96, **kind)), {"residual": make(1, 7, dtype=wide)})
+    yield registry.SampleInput((make(5, 33), weights(7, inputs=33, bits=8), make(7)), {"activation": "silu"})
+    yield registry.SampleInput((make(0, 64), weights(4)))
+
+
+def plain_samples(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
+    for rows, bits, symmetric in ((1, 8, True), (3, 4, True), (MAX_ROWS, 4, False)):
+        input = torch.randn(rows, 64, device=device, dtype=dtype)
+        bias = torch.randn(40, device=device, dtype=dtype)
+        yield registry.SampleInput((input, _sample_weight(device, dtype, 40, 64, bits, symmetric), bias))
+    yield registry.SampleInput((input[:0], _sample_weight(device, dtype, 40, 64, 8)))
+
+
+registry.register(
+    registry.Op(
+        name="decode_low_bit_linear",
+        function=decode_low_bit_linear,
+        reference=decode_low_bit_linear_reference,
+        sample_inputs=sample_inputs,
+        backends=(registry.CUDA, _CPU, registry.REFERENCE),
+    )
+)
+registry.register(
+    registry.Op(
+        name="low_bit_linear",
+        function=low_bit_linear,
+        reference=low_bit_linear_reference,
+        sample_inputs=plain_samples,
+        backends=(registry.CUDA, _CPU, registry.REFERENCE),
+        raw=("decode_low_bit_linear",),
+    )
+)
