@@ -106,7 +106,14 @@ def add_tune(commands: Any) -> None:
 
 
 def _add_generate(parser: Any) -> None:
-    command_options.add_compile(parser, "transformers' static cache with torch.compile, up to 20 s per row,")
+    command_options.add_compile(parser, "transformers' static cache with torch.compile")
+    parser.add_argument(
+        "--compile-seconds",
+        type=command_options.positive,
+        default=60,
+        metavar="N",
+        help="a call of torch.compile that takes longer than so many seconds is not timed; default: 60",
+    )
     parser.add_argument(
         "--first-call", action="store_true", help="time the first call of a fresh process too, for each row and system"
     )
@@ -181,7 +188,8 @@ def _bench_generate(arguments: argparse.Namespace) -> int:
             raise ConfigError("--lora: also name a model, such as --model gpt2")
         adapted = [replace(row, lora=arguments.lora) for row in options["rows"]]
         options["rows"] = [replace(row, merged=merged) for row in adapted for merged in (False, True)]
-    run = functools.partial(generate.run, **options, compile=arguments.compile, first_calls=arguments.first_call)
+    compile = {"compile": arguments.compile, "compile_seconds": arguments.compile_seconds}
+    run = functools.partial(generate.run, **options, **compile, first_calls=arguments.first_call)
     return _bench(arguments, run)
 
 
