@@ -17,15 +17,6 @@ __device__ inline void copy_async(void* to, const void* from, bool is_there) {
                    : "memory");
 }
 
-constexpr int kFewBytes = 8;
-
-// Copies the first `bytes` of 8 bytes, and writes zeros for the rest.
-__device__ inline void copy_few_async(void* to, const void* from, int bytes) {
-  FUSEOPT_SM80_ASM("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(to))),
-                   "l"(from), "r"(bytes)
-                   : "memory");
-}
-
 // A cache policy: evicted first when the L2 cache is full.
 __device__ inline uint64_t evict_first() {
   uint64_t policy = 0;

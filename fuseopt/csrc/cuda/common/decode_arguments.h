@@ -57,17 +57,6 @@ struct DecodeLinear {
   uint64_t* exchange;
 };
 
-// A DecodeLinear whose weights are integers, in the formats of fuseopt/ops/low_bit.py. Its `weight_dtype` is that of the
-// input, `weight_stride` is `in_features`.
-struct LowBitLinear {
-  DecodeLinear layer;
-  const void* scales[DecodeLinear::kMaxWeights];  // [widths[i], in_features / group]
-  const void* zeros[DecodeLinear::kMaxWeights];   // uint8 likewise; null: symmetric
-  int scale_dtype;                                // DType
-  int bits;                                       // 8 or 4
-  int64_t group;
-};
-
 inline int64_t output_columns(const DecodeLinear& layer) {
   int64_t columns = 0;
   for (const int64_t width : layer.widths) columns += width;

@@ -60,8 +60,6 @@ bool fuseopt_accepts_partials(DecodeLinear layer);
 
 cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t stream);
 
-cudaError_t fuseopt_decode_low_bit_linear(LowBitLinear layer, cudaStream_t stream);
-
 // Whether one launch computes a layer with `low_rank_a`.
 bool fuseopt_takes_low_rank(DecodeLinear layer);
 

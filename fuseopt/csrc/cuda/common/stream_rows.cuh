@@ -7,8 +7,8 @@
 namespace fuseopt {
 
 // A warp's part of up to 8 rows, in pieces of 8 values: 4 of each chunk and row. Lanes take pieces in turn; all pieces
-// of a lane are of one row. kPieces: neighbouring pieces of a lane's operands, of so many chunks. kMostLoads: in flight.
-template <typename T, typename X, int kPieces = 1, int kMostLoads = sizeof(X) == 2 ? 8 : 4>
+// of a lane are of one row.
+template <typename T, typename X>
 class StreamRows {
   using Piece = Vector<X, kLaneValues>;
 
@@ -34,7 +34,7 @@ class StreamRows {
     // TUNED: with the kernel: up and gate of Llama-3.2-1B, 16 rows, 8 in place of 4, a longer ring and the norm's weight
     // applied here: 30.4 -> 23.6 us (60e23dc). Others: measurement not recorded (6a46d2d); `fuseopt bench kernels --model
     // gpt2` measures them again.
-    constexpr int kLoads = kSums ? 2 : kMostLoads;
+    constexpr int kLoads = kSums ? 2 : sizeof(X) == 2 ? 8 : 4;  // loads in flight
     const int64_t first_of_row = static_cast<int64_t>(row_) * layer.in_features;
     const X* const input = static_cast<const X*>(layer.input) + first_of_row;
 #pragma unroll 1
@@ -76,15 +76,6 @@ class StreamRows {
     for (int piece = threadIdx.x % kWarpSize; piece < count_; piece += kWarpSize) {
       const int k = first_k + k_of(piece);
       copy_async(pieces_ + piece, layer.norm_weight + k, k < layer.in_features);
-    }
-  }
-
-  // The same by loads: a warp loads an address once, while it copies it once a row.
-  __device__ void place_scale(const StreamLayer<T>& layer, int first_k) {
-#pragma unroll 4
-    for (int piece = threadIdx.x % kWarpSize; piece < count_; piece += kWarpSize) {
-      const int k = first_k + k_of(piece);
-      if (k < layer.in_features) pieces_[piece] = load_vector(layer.norm_weight + k, 0);
     }
   }
 
@@ -155,7 +146,7 @@ class StreamRows {
 
   // A product's operand of a chunk: 8 values of row lane / 4; arbitrary values if there is no such row.
   __device__ uint4 operator[](int chunk) const {
-    return *reinterpret_cast<const uint4*>(pieces_ + (slot() * 4 + threadIdx.x % 4) + chunk * (4 << slot_bits_));
+    return *reinterpret_cast<const uint4*>(pieces_ + ((chunk << slot_bits_) + slot()) * 4 + threadIdx.x % 4);
   }
 
  private:
@@ -170,10 +161,7 @@ class StreamRows {
   }
 
   __device__ int slot() const { return threadIdx.x % kWarpSize / 4 & ((1 << slot_bits_) - 1); }
-  __device__ int k_of(int piece) const {
-    const int chunk = piece >> 2 + slot_bits_, first = chunk / kPieces * kPieces;
-    return first * kChunk + (piece % 4 * kPieces + chunk - first) * kLaneValues;
-  }
+  __device__ int k_of(int piece) const { return (piece >> 2 + slot_bits_) * kChunk + piece % 4 * kLaneValues; }
 
   Piece* const pieces_;
   const int slot_bits_, count_, row_;

@@ -34,13 +34,8 @@ inline int64_t stride_of(const Tensor& weight) {
 constexpr int64_t kPrefetchBytes = 16;
 
 inline int64_t element_size(ScalarType type) {
-  switch (type) {
-    case ScalarType::Double: return 8;
-    case ScalarType::Float:
-    case ScalarType::Int: return 4;
-    case ScalarType::Char: return 1;
-    default: return 2;
-  }
+  if (type == ScalarType::Double) return 8;
+  return type == ScalarType::Float ? 4 : 2;
 }
 
 // Whether a matrix fills one aligned piece of memory.
@@ -50,30 +45,18 @@ inline bool is_dense(const Tensor& matrix) {
   return fills && reinterpret_cast<uintptr_t>(matrix.data_ptr()) % kPrefetchBytes == 0;
 }
 
-// A layer's weights, and what kernels know of all of them.
-struct StoredWeights {
-  std::vector<Tensor> tensors;  // [N, ...] each
-  ScalarType dtype;             // of what they stand for
-  int64_t columns;              // K
-  int64_t stride;
-  bool are_transposed = false;
-};
-
-inline void check_weight_count(const char* op, size_t count) {
-  FUSEOPT_CHECK(count > 0 && count <= DecodeLinear::kMaxWeights, "fuseopt::", op, ": one to three weights, not ", count);
-}
-
 // The weights as they are, where one layout and stride serves them all; else copies.
-inline StoredWeights readable(const char* op, const std::vector<Tensor>& weights, PdlGuard& guard) {
+inline std::vector<Tensor> readable(const char* op, const std::vector<Tensor>& weights, PdlGuard& guard) {
   bool alike = layout_of(weights[0]).has_value();
   for (const Tensor& weight : weights) {
     FUSEOPT_CHECK(weight.dim() == 2 && weight.size(1) == weights[0].size(1) && dtype_of(weight) == dtype_of(weights[0]),
                   "fuseopt::", op, ": weights must be [N, K] of one K and one dtype");
     alike = alike && layout_of(weight) == layout_of(weights[0]) && stride_of(weight) == stride_of(weights[0]);
   }
-  std::vector<Tensor> read = weights;
-  for (size_t i = 0; !alike && i < weights.size(); ++i) read[i] = guard.copy_of(weights[i]);
-  return {read, dtype_of(read[0]), read[0].size(1), stride_of(read[0]), layout_of(read[0]) == Layout::kColMajorKN};
+  if (alike) return weights;
+  std::vector<Tensor> copies;
+  for (const Tensor& weight : weights) copies.push_back(guard.copy_of(weight));
+  return copies;
 }
 
 // What torch.promote_types gives for two floating point types.
@@ -100,21 +83,24 @@ struct LinearCall {
   Tensor output;
 };
 
-inline LinearCall linear_call(const char* op, PdlGuard& guard, const Tensor& input, const StoredWeights& weights,
+inline LinearCall linear_call(const char* op, PdlGuard& guard, const Tensor& input, const std::vector<Tensor>& weights,
                               const std::vector<Tensor>& biases, const std::optional<Tensor>& residual,
                               const NormArguments& norm, const std::vector<Tensor>& prefetch,
-                              const std::string& activation, bool gated) {
-  const std::vector<Tensor>& read = weights.tensors;
-  FUSEOPT_CHECK(biases.empty() || biases.size() == read.size(), "fuseopt::", op, ": ", biases.size(),
-                " biases for ", read.size(), " weights");
-  FUSEOPT_CHECK(!gated || (read.size() == 2 && read[0].size(0) == read[1].size(0)), "fuseopt::", op,
+                              const std::string& activation = "", bool gated = false) {
+  FUSEOPT_CHECK(!weights.empty() && weights.size() <= DecodeLinear::kMaxWeights, "fuseopt::", op,
+                ": one to three weights, not ", weights.size());
+  FUSEOPT_CHECK(biases.empty() || biases.size() == weights.size(), "fuseopt::", op, ": ", biases.size(),
+                " biases for ", weights.size(), " weights");
+  FUSEOPT_CHECK(!gated || (weights.size() == 2 && weights[0].size(0) == weights[1].size(0)), "fuseopt::", op,
                 ": gated takes two weights of one shape");
   const Matrix shape = matrix_of(op, input);
-  FUSEOPT_CHECK(weights.columns == shape.columns, "fuseopt::", op, ": weight has ", weights.columns,
+  const std::vector<Tensor> read = readable(op, weights, guard);
+  FUSEOPT_CHECK(read[0].size(1) == shape.columns, "fuseopt::", op, ": weight has ", read[0].size(1),
                 " columns, the input ", shape.columns);
   const Tensor x = guard.contiguous(input);
   const auto norm_scale = parameter(op, "norm_weight", guard.contiguous(norm.weight), input);
   const auto norm_shift = parameter(op, "norm_bias", guard.contiguous(norm.bias), input);
+  const ScalarType weight_type = dtype_of(read[0]);
   const auto added = guard.contiguous(residual);
 
   DecodeLinear layer = {};
@@ -122,9 +108,9 @@ inline LinearCall linear_call(const char* op, PdlGuard& guard, const Tensor& inp
   layer.rows = shape.rows;
   layer.in_features = shape.columns;
   layer.weight_count = static_cast<int>(read.size());
-  layer.weight_dtype = dtype_code(op, weights.dtype);
-  layer.weight_stride = weights.stride;
-  layer.weights_are_transposed = weights.are_transposed;
+  layer.weight_dtype = dtype_code(op, weight_type);
+  layer.weight_stride = stride_of(read[0]);
+  layer.weights_are_transposed = layout_of(read[0]) == Layout::kColMajorKN;
   for (size_t i = 0; i < read.size(); ++i) {
     layer.weights[i] = read[i].data_ptr();
     layer.widths[i] = read[i].size(0);
@@ -153,19 +139,11 @@ inline LinearCall linear_call(const char* op, PdlGuard& guard, const Tensor& inp
   const auto sizes = x.sizes();
   std::vector<int64_t> output_sizes(sizes.begin(), sizes.end());
   output_sizes.back() = output_columns(layer);
-  Tensor output = allocate(x, output_sizes, promoted(weights.dtype, added));
+  Tensor output = allocate(x, output_sizes, promoted(weight_type, added));
   FUSEOPT_CHECK(!added.has_value() || added->numel() == output.numel(), "fuseopt::", op, ": residual has ",
                 added->numel(), " elements, the output ", output.numel());
   layer.output = pointer(op, output);
   return {layer, output};
-}
-
-inline LinearCall linear_call(const char* op, PdlGuard& guard, const Tensor& input, const std::vector<Tensor>& weights,
-                              const std::vector<Tensor>& biases, const std::optional<Tensor>& residual,
-                              const NormArguments& norm, const std::vector<Tensor>& prefetch,
-                              const std::string& activation = "", bool gated = false) {
-  check_weight_count(op, weights.size());
-  return linear_call(op, guard, input, readable(op, weights, guard), biases, residual, norm, prefetch, activation, gated);
 }
 
 // Lets the call's input be that and `partials`.

@@ -29,27 +29,6 @@ inline bool exceeds_registers(const DecodeLinear& layer) {
           bytes >= tuning().decode_linear_long_k_held_bytes * multiprocessor_count());
 }
 
-// Whether 16-byte accesses reach all that the kernels read, and rows and dtypes are among those compiled.
-template <typename T>
-bool suits_mma(const DecodeLinear& layer, int64_t most_rows = 2 * kHalfRows) {
-  bool suits = layer.rows <= most_rows && layer.in_features > 0 && layer.in_features % kLaneValues == 0 &&
-               layer.weight_stride % kLaneValues == 0 && is_aligned(layer.input.data) &&
-               (layer.input.dtype == kDType<T> || (layer.input.dtype == kFloat32 && layer.norm != kNoNorm));
-  suits &= std::max(layer.out_features, layer.in_features) * layer.weight_stride <= INT32_MAX;
-  for (int i = 0; i < layer.weight_count; ++i) suits &= is_aligned(layer.weights[i]);
-  const auto is_kept = [&](const TypedPointer& parameter) {
-    return parameter.data == nullptr || parameter.dtype == kDType<T>;
-  };
-  for (const TypedPointer& bias : layer.biases) suits &= is_kept(bias);
-  for (const TypedPointer& parameter : {layer.norm_weight, layer.norm_bias}) {
-    suits &= is_kept(parameter) && is_aligned(parameter.data);
-  }
-  suits &= layer.output.dtype == kDType<T> || layer.output.dtype == kFloat32;
-  suits &= layer.residual.data == nullptr || layer.residual.dtype == layer.output.dtype;
-  suits &= !layer.weights_are_transposed || (has_one_width(layer) && !layer.gated);
-  return suits && (!layer.weights_are_transposed || layer.out_features % kLaneValues == 0);
-}
-
 // DecodeLinear in fewer 32-bit words: each one that a kernel reads may miss the constant cache.
 template <typename T>
 struct MmaLayer {
