@@ -14,6 +14,7 @@ from pathlib import Path
 import readme_families
 import readme_keys
 import readme_picture
+import readme_targets
 
 from fuseopt.bench.harness.records import Results
 
@@ -28,6 +29,7 @@ GENERATED_SLOT = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end of gener
 GENERATED = {
     "summary": readme_picture.table,
     "families": readme_families.short_table,
+    "targets": readme_targets.table,
     "decoder-families": readme_families.decoder_table,
     "other-families": readme_families.full_list,
     "kernel_fusion": readme_keys.kernel_fusion_table,

@@ -23,6 +23,7 @@ from fuseopt.bench.commands import add_benchmarks, add_tune, device, draw
 from fuseopt.config import as_written, beside_auto
 from fuseopt.errors import ConfigError, FuseoptError
 from fuseopt.kernel_table import PRESETS
+from fuseopt.plan import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -116,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = _command(
         commands, "plan", "show what would be replaced in a model, and why the rest would not; changes nothing"
     )
-    _add_model(plan)
+    _add_model(plan, ", or auto, which shows what would be measured, and what has been")
     plan.add_argument(
         "--device",
         choices=("cpu", "cuda", "meta"),
@@ -235,11 +236,16 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
+    from fuseopt.auto.planned import AutoPlan
     from fuseopt.bench.harness.architectures import load_config, weightless
     from fuseopt.bench.harness.progress import waiting
     from fuseopt.ops.backends import assume_gpu
 
-    config = fuseopt.Config.load(arguments.config)
+    source = as_written(arguments.config)
+    written = beside_auto(source)
+    config = fuseopt.Config.load(source) if written is None else None
+    if written is not None and arguments.strict:
+        raise ConfigError("--strict: 'auto' names nothing that has to be done; leave it out")
     has_gpu = torch.cuda.is_available()
     place = torch.device(arguments.device or ("cuda" if has_gpu else "cpu"))
     if arguments.arch is not None and place.type != "cuda":
@@ -250,11 +256,17 @@ def _plan(arguments: argparse.Namespace) -> None:
     with waiting(f"planning {arguments.model}"), assume_gpu(assumed) if assumed else contextlib.nullcontext():
         at = torch.device("meta") if assumed else place
         model = weightless(load_config(arguments.model), at)
-        decided = fuseopt.plan(model, config, verbose=arguments.verbose)
+        decided: Plan | AutoPlan
+        if written is None:
+            decided = fuseopt.plan(model, config, verbose=arguments.verbose)
+        else:
+            decided = AutoPlan.of(model, written, verbose=arguments.verbose)
     if assumed and not arguments.json:
         print(f"assuming a GPU of compute capability {assumed[0]}.{assumed[1]} with all kernels")
     print(decided.to_json() if arguments.json else decided)
-    if arguments.strict:
+    if written is not None and not arguments.json:
+        print(f"  to measure: fuseopt report {arguments.model} --config auto, with --generate TOKENS or --train")
+    if arguments.strict and isinstance(decided, Plan):
         decided.check_strict()
 
 

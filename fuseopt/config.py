@@ -30,7 +30,8 @@ KERNEL_BACKENDS = (AUTO, "cuda", "triton", "cpu", "reference")
 
 _MEASURES = (
     "config: 'auto' measures the model on your inputs, which only fuseopt.initialize(model, 'auto', inputs=...) and "
-    "`fuseopt report MODEL --config auto` do; fuseopt.report(model).config is then a config for everywhere else"
+    "`fuseopt report MODEL --config auto` do; fuseopt.report(model).config is then a config for everywhere else, and "
+    "`fuseopt plan MODEL --config auto` says what would be measured"
 )
 
 

@@ -44,7 +44,7 @@ class OpError(FuseoptError, ValueError):
 
 
 class NativeBuildError(FuseoptError, RuntimeError):
-    """A source could not be compiled; the message has the compiler's first error and the path of the rest."""
+    """A source does not compile; the message has the compiler's first error and the path of a file with the rest."""
 
 
 class CompileError(FuseoptError, RuntimeError):

@@ -51,6 +51,7 @@ class Measurements:
         time_limit: in seconds.
         choices: in the order in which they were measured, stock first.
         source: "auto", or "bench" for a benchmark, which keeps nothing and has no time limit.
+        noise: by what part stock timed against itself differs, so that a smaller gain is none; 0 if that is unknown.
         remembered: whether an earlier call measured this, whose result was read from the cache folder.
     """
 
@@ -63,6 +64,7 @@ class Measurements:
     choices: tuple[MeasuredChoice, ...]
     source: str = "auto"
     remembered: bool = False
+    noise: float = 0.0
 
     @property
     def kept(self) -> MeasuredChoice:
@@ -87,7 +89,8 @@ class Measurements:
 
     def cells(self) -> list[tuple[str, str, str, str]]:
         """A table: its header, and a line for each choice."""
-        return [("choice", "a call", "gain", ""), *(choice.cells for choice in self.choices)]
+        noise = f"noise {self.noise:.0%}" if self.noise else ""
+        return [("choice", "a call", "gain", noise), *(choice.cells for choice in self.choices)]
 
     def lines(self) -> Iterator[str]:
         """The heading and the table, at most 118 columns wide."""

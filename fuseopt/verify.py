@@ -69,14 +69,15 @@ class Verification:
         output: name of the output tensor with the largest error relative to its tolerance, such as "logits". The next
             four attributes are of this tensor, as in `Comparison`.
         tokens_agree: whether both models generate the same tokens; None if `verify` was not asked to generate.
-        tokens_count: whether `ok` requires `tokens_agree`. True in float32 and float64; in half precision near-ties
-            between two tokens are decided by the last bit.
+        tokens_count: whether `ok` requires `tokens_agree`. True in float32 and float64, unless `weights` are quantised;
+            in half precision near-ties between two tokens are decided by the last bit.
         replaced: number of objects that the config replaced.
         loss: of the training step; None if none was run.
         gradient: of the parameter whose gradient has the largest error relative to its tolerance; None as above.
         gradients: number of parameters whose gradients were compared.
         ran: False if none of the replaced objects was called, so that stock was compared with itself.
         not_run: what the config asks for and nothing ran, and what was not compared, one line each.
+        weights: how `generate()` quantises the weights, such as "int8"; "" if it does not.
     """
 
     output: str
@@ -92,6 +93,7 @@ class Verification:
     gradients: int = 0
     ran: bool = True
     not_run: tuple[str, ...] = ()
+    weights: str = ""
 
     @property
     def ok(self) -> bool:
@@ -123,7 +125,8 @@ class Verification:
                 f"  gradients of {self.gradients} parameters, the worst of {printable(self.gradient.name)}: "
                 f"{self.gradient}",
             ]
-        lines.append(f"  tokens: {tokens}")
+        quantised = f"; not required, as generate() decodes with weights in {self.weights}" if self.weights else ""
+        lines.append(f"  tokens: {tokens}{quantised}")
         return "\n".join((*lines, *(f"  not run: {printable(line)}" for line in self.not_run)))
 
 
@@ -241,6 +244,9 @@ class References:
         gradients = [c for c in gradients if c.name != LOSS]
         worst = _worst(outputs)
         dtype = next(iter(model.parameters()), next(iter(self._forward.stock.values()))).dtype
+        report = fuseopt.report(model)
+        generation = None if report.config is None else report.config.generation
+        weights = "" if generation is None or generation.weights is None else str(generation.weights)
         return Verification(
             worst.name,
             worst.difference,
@@ -248,13 +254,14 @@ class References:
             worst.fused_error,
             worst.tolerance,
             tokens_agree=None if tokens is None or self._tokens is None else torch.equal(self._tokens, tokens),
-            tokens_count=dtype in (torch.float32, torch.float64),
-            replaced=len(fuseopt.report(model).replaced),
+            tokens_count=dtype in (torch.float32, torch.float64) and not weights,
+            replaced=len(report.replaced),
             loss=_worst(losses) if losses else None,
             gradient=_worst(gradients) if gradients else None,
             gradients=len({c.name for c in gradients}),
             ran=watch.saw_any,
             not_run=tuple(not_run),
+            weights=weights,
         )
 
 

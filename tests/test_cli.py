@@ -359,8 +359,28 @@ def test_options_of_auto_need_it(capsys):
         assert code == 2 and f"{given[0]}: only --config auto measures" in err
     code, _, err = run(capsys, "report", "gpt2-tiny", "--config", "auto", "--train", "--generate", "3")
     assert code == 2 and "leave one out" in err
-    code, _, err = run(capsys, "plan", "gpt2-tiny", "--config", "auto")
+    code, _, err = run(capsys, "verify", "gpt2-tiny", "--config", "auto")
     assert code == 2 and "fuseopt report MODEL --config auto" in err
+    code, _, err = run(capsys, "plan", "gpt2-tiny", "--config", "auto", "--strict")
+    assert code == 2 and "--strict: 'auto' names nothing" in err
+
+
+def test_plan_says_what_auto_would_measure_and_what_it_has(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("FUSEOPT_MEASURED", "1")
+    monkeypatch.setattr("fuseopt.runtime.measured_files.library_cache.folder", lambda: tmp_path / "cache")
+    auto = '{"preset": "auto", "kernel_fusion": {"jit": false, "only": ["transformer.h.0.ln_1"]}}'
+    code, out, _ = run(capsys, "plan", "gpt2-tiny", "--config", auto)
+    assert code == 0 and "nothing is measured yet" in out and "fuseopt report gpt2-tiny --config auto" in out
+    assert "\n  forward: stock, inference, torch.compile\n" in out
+    sizes = ["--batch", "2", "--length", "4", "--time-limit", "1"]
+    assert run(capsys, "report", "gpt2-tiny", "--config", auto, *sizes)[0] == 0
+    code, out, _ = run(capsys, "plan", "gpt2-tiny", "--config", auto, "-v")
+    assert code == 0 and "nothing is measured" not in out
+    assert "\n  auto: " in out and "forward of input_ids [2, 4]" in out and "\n    stock " in out
+    code, out, _ = run(capsys, "plan", "gpt2-tiny", "--config", auto, "--json")
+    found = json.loads(out)
+    assert found["choices"]["training step"] == ["stock", "FusedLayerNorm", "torch.compile"]
+    assert [each["work"].partition(" of ")[0] for each in found["measured"]] == ["forward"]
 
 
 def test_demo_draws_its_results(capsys, monkeypatch, tmp_path):

@@ -73,6 +73,7 @@ def decide(
         monotonic() - start,
         limit,
         tuple(search.rows.values()),
+        noise=search.noise,
     )
     try:
         remembered.save(apply.stock_view(model), key, measured)

@@ -6,6 +6,7 @@ kind of call, and holds for one device, one set of versions, and the code of the
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import itertools
 import json
@@ -49,14 +50,17 @@ def save(model: nn.Module, work: str, measured: Measurements) -> None:
         measured_files.save(_name(model), {**_all(model), work: measured.to_dict()})
 
 
+def everything(model: nn.Module) -> Iterator[Measurements]:
+    """What was measured for a stock model and any kind of call, by "auto" and by benchmarks."""
+    for content in _all(model).values():
+        with contextlib.suppress(TypeError, KeyError):
+            yield Measurements.from_dict({**content, "remembered": True})
+
+
 def expected(model: nn.Module, plan: Plan) -> Iterator[str]:
     """A line for each kind of call that was measured under the plan's config; `model` is stock."""
     config = None
-    for content in _all(model).values():
-        try:
-            measured = Measurements.from_dict(content)
-        except (TypeError, KeyError):
-            continue
+    for measured in everything(model):
         config = config or json.loads(effective(plan).to_json())
         for choice in measured.choices:
             if choice.config == config and choice.speed_up is not None and choice.name != STOCK:

@@ -41,7 +41,9 @@ LEAST_GAIN = 1.02
 _ROUNDS = 9
 _ROUNDS_SHARE = 0.05  # of the time limit: after it no round of a choice begins but the first three
 _SLOW = 1.5  # a choice that takes so many times its baseline's time in the first round gets no others
-_SAMPLE_SECONDS = 0.02
+# Samples of short calls repeat the call, more often while stock timed against itself differs by the least gain.
+_SAMPLE_SECONDS, _LONGEST_SAMPLE_SECONDS = 0.02, 0.08
+_SHORT_SECONDS = 0.5  # a longer call is not timed against itself, which would take half a minute
 # Untimed calls before a choice is timed: on a GPU later calls are captured as CUDA graphs.
 _WARM_UP = {"cuda": 4}
 _COMPILE_SECONDS = 60.0
@@ -80,6 +82,7 @@ class Search:
     Attributes:
         device: of the model's first parameter; a CPU if it has none.
         rows: what was measured, by name of the choice.
+        noise: by what part stock timed against itself differs; a smaller gain is none. 0 if the call is long.
     """
 
     def __init__(self, model: nn.Module, work: Work, written: Mapping[str, Any], time_limit: float) -> None:
@@ -88,6 +91,7 @@ class Search:
         self._warm_up, self._repetitions = _WARM_UP.get(self.device.type, 1), 1
         self._references: References | None = None
         self.rows: dict[str, MeasuredChoice] = {}
+        self.noise = 0.0
 
     def run(self) -> Best:
         """The fastest choice that is right; stock if none is faster than it beyond the noise.
@@ -127,11 +131,25 @@ class Search:
             seconds = timer.work_seconds(way, self.device)
             self._repetitions = max(1, math.ceil(_SAMPLE_SECONDS / seconds))
             seconds = statistics.median(self._sample(way) for _ in range(3))
+            if seconds < _SHORT_SECONDS:
+                self._find_noise(way, seconds)
         except Exception as error:
             error.add_note("auto: raised by the stock model, before anything was replaced; check the inputs")
             raise
         self.rows[STOCK] = MeasuredChoice(STOCK, seconds, 1.0, config=NOTHING.to_dict())
         return Best(Choice(STOCK, NOTHING), None)
+
+    def _find_noise(self, stock: _Way, seconds: float) -> None:
+        """Sets `noise`, and more repetitions if they make it less than the least gain."""
+        while True:
+            _, spread = self._raced(stock, Best(Choice(STOCK, NOTHING), None))
+            self.noise = max(abs(spread.median - 1), (spread.high - spread.low) / 2)
+            if self.noise < LEAST_GAIN - 1 or 2 * self._repetitions * seconds > _LONGEST_SAMPLE_SECONDS:
+                return
+            self._repetitions *= 2
+
+    def _is_faster(self, spread: Spread) -> bool:
+        return spread.low > 1 and spread.median >= max(LEAST_GAIN, 1 + self.noise)
 
     def _better(self, choice: Choice, baseline: Best, best: Best) -> Best:
         """The choice, timed in turns with `baseline`, if it is faster than both and right; else `best`."""
@@ -149,10 +167,10 @@ class Search:
         finally:
             apply.put(self._model, None)
         found = Best(choice, record, baseline.speed_up * spread.median)
-        is_within = spread.high >= 1 and not _is_faster(spread)
+        is_within = spread.high >= 1 and not self._is_faster(spread)
         note = f"within noise of {baseline.choice.name}" if is_within else ""
         self.rows[choice.name] = dataclasses.replace(row, seconds=seconds, speed_up=found.speed_up, note=note)
-        if _is_faster(spread) and found.speed_up > best.speed_up and self._is_right(found):
+        if self._is_faster(spread) and found.speed_up > best.speed_up and self._is_right(found):
             return found
         return best
 
@@ -215,7 +233,7 @@ class Search:
         seconds, spread = self._raced(self._way(best.record), stock)
         row = dataclasses.replace(self.rows[best.choice.name], seconds=seconds, speed_up=spread.median)
         self.rows[best.choice.name] = row
-        if _is_faster(spread):
+        if self._is_faster(spread):
             return dataclasses.replace(best, speed_up=spread.median)
         self._note(best, "within noise of stock when timed again")
         return stock
@@ -258,10 +276,6 @@ class Search:
 
     def _note(self, best: Best, note: str) -> None:
         self.rows[best.choice.name] = dataclasses.replace(self.rows[best.choice.name], note=note)
-
-
-def _is_faster(spread: Spread) -> bool:
-    return spread.low > 1 and spread.median >= LEAST_GAIN
 
 
 def _failed(error: Exception) -> str:

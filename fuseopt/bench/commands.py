@@ -106,9 +106,21 @@ def add_tune(commands: Any) -> None:
 
 
 def _add_generate(parser: Any) -> None:
-    command_options.add_compile(parser, "transformers' static cache with torch.compile, up to 20 s per row,")
+    command_options.add_compile(parser, "transformers' static cache with torch.compile")
+    parser.add_argument(
+        "--compile-seconds",
+        type=command_options.positive,
+        default=60,
+        metavar="N",
+        help="a call of torch.compile that takes longer than so many seconds is not timed; default: 60",
+    )
     parser.add_argument(
         "--first-call", action="store_true", help="time the first call of a fresh process too, for each row and system"
+    )
+    parser.add_argument(
+        "--samplings",
+        action="store_true",
+        help="common settings of sampling beside greedy, all with the decode loop; default: GPT-2, 1, 8, 64 rows",
     )
     parser.add_argument(
         "--lora",
@@ -163,15 +175,21 @@ _SIZES, _SAMPLING = ("prompt", "new", "beams", "ngram"), ("temperature", "top_k"
 
 
 def _bench_generate(arguments: argparse.Namespace) -> int:
-    from fuseopt.bench.suites import generate
+    from fuseopt.bench.suites import generate, samplings
 
     options = _generate_options(arguments)
+    if arguments.samplings:
+        others = ("families", "sample", "config", "compile", "first_call", "lora")
+        if given := [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name)]:
+            raise ConfigError(f"--samplings: has its own settings; leave out {', '.join(given)}")
+        return _bench(arguments, functools.partial(samplings.run, rows=options["rows"], dtype=options["dtype"]))
     if arguments.lora:
         if not arguments.model:
             raise ConfigError("--lora: also name a model, such as --model gpt2")
         adapted = [replace(row, lora=arguments.lora) for row in options["rows"]]
         options["rows"] = [replace(row, merged=merged) for row in adapted for merged in (False, True)]
-    run = functools.partial(generate.run, **options, compile=arguments.compile, first_calls=arguments.first_call)
+    compile = {"compile": arguments.compile, "compile_seconds": arguments.compile_seconds}
+    run = functools.partial(generate.run, **options, **compile, first_calls=arguments.first_call)
     return _bench(arguments, run)
 
 

@@ -130,6 +130,23 @@ def test_noise_is_no_gain(clock, monkeypatch):
     assert notes(model)["stock"] == "kept"
 
 
+def test_noise_of_stock_makes_samples_longer_and_gains_smaller_than_it_are_none(clock, monkeypatch):
+    """Every second sample takes 10% more, so that stock seems 10% slower or faster than itself."""
+    model = clock.model = nn.Sequential(nn.LayerNorm(8))
+    repeated, seconds = [], [1.1e-3, 1e-3]
+
+    def noisy(call, device, repetitions=1):
+        repeated.append(repetitions)
+        return seconds[len(repeated) % 2] * (0.95 if apply.applied_to(model) is not None else 1.0)
+
+    monkeypatch.setattr(search.timer, "work_seconds", noisy)
+    auto(clock, model, inputs={"input": torch.randn(2, 8)})
+    measured = fuseopt.report(model).measured
+    assert measured.noise == pytest.approx(0.1, abs=0.02) and measured.cells()[0][3] == f"noise {measured.noise:.0%}"
+    assert max(repeated) >= 2 * repeated[3] > 2
+    assert notes(model)["stock"] == "kept" and Measurements.from_dict(measured.to_dict()) == measured
+
+
 def test_settings_beside_the_preset_hold_for_every_choice(clock):
     clock.factors = {"FusedGELU": 0.5}
     config = {"preset": "auto", "kernel_fusion": {"jit": False, "exclude": ["transformer.h.1"]}}

@@ -626,7 +626,7 @@ AUTO = (
     Mutant(
         "auto takes noise for a gain",
         _SEARCH,
-        "return spread.low > 1 and spread.median >= LEAST_GAIN",
+        "return spread.low > 1 and spread.median >= max(LEAST_GAIN, 1 + self.noise)",
         "return spread.median > 1",
         ("tests/auto/test_auto.py",),
     ),

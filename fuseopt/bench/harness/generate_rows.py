@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import CompileConfig
 
 from fuseopt.bench.harness.architectures import load_config, random_model
 from fuseopt.bench.harness.lora import with_lora
 from fuseopt.bench.harness.workloads import Work, beams_name, dtype_name, generate, random_features, random_tokens
 
+_CPU_COMPILER = "inductor"
 GENERATION = {"generation": {"enable": True}}
 NO_GENERATION = {"preset": "inference", "generation": {"enable": False}}
 """The preset's kernels behind transformers' decode loop."""
@@ -76,8 +78,12 @@ class Row:
         sizes = f"{self.batch} x ({self.prompt} + {self.new})"
         return f"a token of {self.model} generate, {sizes}, {', '.join(filter(None, how))}"
 
-    def work(self, device: torch.device, new: int, **others: Any) -> Work:
-        """The `generate()` call to time, for `new` tokens per prompt; `others` are further arguments of it."""
+    def work(self, device: torch.device, new: int, *, static_cache: bool = False, **others: Any) -> Work:
+        """The `generate()` call to time, for `new` tokens per prompt; `others` are further arguments of it.
+
+        Args:
+            static_cache: with transformers' static cache and torch.compile, which on a CPU has to be asked for.
+        """
         options: dict[str, Any] = {"num_beams": self.beams, "do_sample": self.sampling is not None}
         if self.ngram:
             options["no_repeat_ngram_size"] = self.ngram
@@ -89,6 +95,11 @@ class Row:
             prompts = random_features(device, self.batch, config.num_mel_bins, 2 * self.prompt)
         else:
             prompts = random_tokens(device, config.vocab_size, self.batch, self.prompt)
+        if static_cache:
+            options["cache_implementation"] = "static"
+            if device.type == "cpu":
+                options["compile_config"] = CompileConfig(backend=_CPU_COMPILER, mode="default")
+                options["compile_config"]._compile_all_devices = True
         return generate(prompts, max_new_tokens=new, **{**options, **(self.sampling or {}), **others})
 
 

@@ -44,7 +44,7 @@ def main(request: Mapping[str, Any]) -> None:
 
     Args:
         request: `row`, the fields of a `Row`; `config`, None for stock transformers; `options`, further arguments of
-            generate(); `dtype` and `device`, by name.
+            `Row.work`; `dtype` and `device`, by name.
     """
     import fuseopt
     from fuseopt.bench.harness.generate_rows import Row

@@ -20,7 +20,7 @@ CONFIGS: dict[str, FusionConfig] = {
     "generation": GENERATION,
     "preset inference": "inference",
 }
-_STATIC_CACHE = {"cache_implementation": "static"}
+_STATIC_CACHE = {"static_cache": True}  # of `Row.work`
 # A first-token sample is the mean of this many calls: the first call after another model's finds cold caches.
 _FIRST_TOKENS = 4
 # Rounds for first-token calls and for whole calls. A first token is bound by the host, which other processes slow down
@@ -59,8 +59,8 @@ def run(
         rows: `GPU_ROWS` by default, `CPU_ROWS` on a CPU.
         dtype: of rows that name none; bfloat16 by default, float32 on a CPU.
         configs: `CONFIGS` by default; JSON types only, because first calls run in another process.
-        compile: also time transformers' static cache with torch.compile, which compiles for up to 20 s per row. The
-            default is True on a GPU; on a CPU it takes minutes.
+        compile: also time transformers' static cache with torch.compile, which compiles for up to 20 s per row on a
+            GPU, where that is the default, and for minutes on a CPU.
         compile_seconds: a call with the static cache that takes longer, which it does to compile, is not timed.
         first_calls: also time the first call of a fresh process, for every row of the table.
 
@@ -114,7 +114,7 @@ def _case(
 
 def _records(case: _RowCase, device: torch.device, bandwidth: float) -> list[Record]:
     row, model = case.row, case.whole.model()
-    first_tokens, records = against_stock(case.first, device), against_stock(case.whole, device)
+    records, first_tokens = against_stock(case.whole, device), against_stock(case.first, device)
     cache = cache_bytes(model, row.batch, row.beams, row.prompt, row.new)
     floor = (weight_bytes(model) + cache) / bandwidth
     complete = []

@@ -24,7 +24,8 @@ CPU = torch.device("cpu")
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_rows_are_timed_per_token_and_keep_their_tokens(monkeypatch):
-    requests = []
+    requests, compiled = [], []
+    monkeypatch.setattr(generate_rows, "_CPU_COMPILER", lambda graph, inputs: compiled.append(graph) or graph)
     monkeypatch.setattr(FirstCall, "measured", lambda request: requests.append(request) or FirstCall(1.5, None))
     sampled = Row("gpt2-tiny", 2, prompt=5, new=3, sampling={"top_k": 4})
     rows = [sampled, Row("t5-tiny", 1, prompt=4, new=4, beams=2, ngram=2)]
@@ -35,6 +36,7 @@ def test_rows_are_timed_per_token_and_keep_their_tokens(monkeypatch):
         "a token of t5-tiny generate, 1 x (4 + 4), 2 beams, ngram 2, float32",
     ]
     variants = [row.variant.split(" [")[0] for row in results.rows]
+    assert compiled
     # Beam search has no static cache in transformers.
     assert variants == ["stock", STATIC, *CONFIGS, "stock", *CONFIGS]
     assert {row.difference for row in results.rows if row.variant != "stock"} == {"tokens equal"}
@@ -44,7 +46,7 @@ def test_rows_are_timed_per_token_and_keep_their_tokens(monkeypatch):
         assert 0 < row.of_floor < 1 and row.first_seconds == 1.5
     assert [request["config"] for request in requests] == [None, None, *CONFIGS.values(), None, *CONFIGS.values()]
     options = [request["options"] for request in requests]
-    assert options[1] == {"cache_implementation": "static"} and not any(options[:1] + options[2:])
+    assert options[1] == {"static_cache": True} and not any(options[:1] + options[2:])
     common = {"row": asdict(sampled), "dtype": "float32", "device": "cpu"}
     assert requests[0] == {**common, "config": None, "options": {}}
 
