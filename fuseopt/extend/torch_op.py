@@ -113,8 +113,10 @@ class TorchOp:
 
     def _save(self, backend: str, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         # A formula may be that of one backend, so "auto" is resolved before it is known what to save.
-        resolved = self._op.choose(*inputs).backend if backend == "auto" else backend
-        gradients.save(ctx, self._op, resolved, inputs, output)
+        if backend == "auto":
+            device = next((tensor.device.type for tensor in tensors_of(inputs)), "cpu")
+            backend = self._op.calls.chosen("auto", device, inputs).backend
+        gradients.save(ctx, self._op, backend, inputs, output)
 
     def _differentiate(self, ctx: Any, *grads: Any) -> Any:
         op = self._op
