@@ -67,6 +67,8 @@ def _reason(layer: Linear, paths: Sequence[str], options: LowBitOptions) -> str 
     """Why a layer is not quantised; None if it is."""
     if layer.low_rank is not None:
         return "it has LoRA adapters"
+    if layer.weights[0].device.type == "cuda":
+        return "kernels for weights in 8 or 4 bits run on a CPU"
     excluded = options.paths.left_out_reason(paths)
     if excluded is not None:
         return excluded.replace("it", paths[0], 1) if len(paths) > 1 and "names it" in excluded else excluded

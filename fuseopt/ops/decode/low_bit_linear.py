@@ -126,7 +126,7 @@ def decode_low_bit_linear(
         pdl: programmatic dependent launch: the CUDA kernel reads its weights while the previous kernel on the stream
             still runs. That kernel must not write any of the parameters.
         prefetch: tensors that later launches read, at most three; kernels may load them into the L2 cache.
-        backend: "auto", "cuda", "cpu" or "reference".
+        backend: "auto", "cpu" or "reference".
 
     Returns:
         [..., sum of all N] ([..., N] if gated), contiguous, of `input`'s dtype, or of what that and `residual`'s
@@ -173,7 +173,7 @@ def low_bit_linear(input: Tensor, weight: LowBitWeight, bias: Tensor | None = No
         input: [..., K], float32, float16, bfloat16 or float64, on the weight's device.
         weight: [N, K], of `fuseopt.ops.quantize`.
         bias: [N], or None.
-        backend: "auto", "cuda", "cpu" or "reference".
+        backend: "auto", "cpu" or "reference".
 
     Returns:
         [..., N] of `input`'s dtype.
@@ -239,7 +239,7 @@ registry.register(
         function=decode_low_bit_linear,
         reference=decode_low_bit_linear_reference,
         sample_inputs=sample_inputs,
-        backends=(registry.CUDA, _CPU, registry.REFERENCE),
+        backends=(_CPU, registry.REFERENCE),
     )
 )
 registry.register(
@@ -248,7 +248,7 @@ registry.register(
         function=low_bit_linear,
         reference=low_bit_linear_reference,
         sample_inputs=plain_samples,
-        backends=(registry.CUDA, _CPU, registry.REFERENCE),
+        backends=(_CPU, registry.REFERENCE),
         raw=("decode_low_bit_linear",),
     )
 )
