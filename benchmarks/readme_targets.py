@@ -51,7 +51,8 @@ def _cells(what: str, target: float, reached: float | None, note: str, *, least:
 
 
 def _decoders() -> Iterator[_Cells]:
-    files, chain = ("generate-llama-1b-h200", "generate-llama-h200", "generate-decoders-h200"), "2026-11-30-launches-beside-attention"
+    files = ("generate-llama-1b-h200", "generate-llama-h200", "generate-decoders-h200")
+    chain = "2026-11-30-launches-beside-attention"
     for what, target, case in (
         ("Llama-3.2-1B, 1 row, us a token", 640, "llama-3.2-1b generate, 1 x (128 + 128), greedy"),
         ("Llama-3.2-1B, 16 rows, us a token", 850, "llama-3.2-1b generate, 16 x (128 + 128)"),

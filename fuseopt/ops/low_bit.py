@@ -6,9 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fuseopt.ops.backends import TRITON
-from fuseopt.ops.library import define, needs_autograd
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GROUPS = (32, 64, 128)
 """Numbers of neighbouring inputs that may share a 4-bit scale."""
@@ -149,39 +146,19 @@ def _nearest(groups: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
     return (groups / divisor[..., None]).add_(zero[..., None]).round_().clamp_(lowest, highest)
 
 
-def _fake(values: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return values.new_empty((values.shape[0], values.shape[1] * (8 if values.dtype is torch.int32 else 1)), dtype=dtype)
+def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weight [N, K] that `weight` stands for, computed in float32, then rounded.
 
-
-RAW = define(
-    "dequantize(Tensor values, Tensor scales, Tensor? zeros, ScalarType dtype) -> Tensor",
-    _fake,
-    triton="fuseopt.ops.triton.dequantize",
-)
-
-
-def dequantize_reference(weight: LowBitWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """`dequantize` in plain PyTorch."""
+    Args:
+        weight: of `quantize`.
+        dtype: the result's: float32, float16, bfloat16, or float64, which is computed in float64.
+    """
     values, scales, zeros, bits, group = weight
     exact = torch.promote_types(torch.promote_types(dtype, torch.float32), scales.dtype)
     grouped = (values if bits == 8 else unpack(values)).unflatten(1, (-1, group)).to(exact)
     if bits == 4:
         grouped = grouped - (8 if zeros is None else zeros.to(exact)[..., None])
     return (grouped * scales.to(exact)[..., None]).flatten(1).to(dtype)
-
-
-def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weight [N, K] that `weight` stands for, computed in float32, then rounded; on a GPU by one Triton kernel.
-
-    Args:
-        weight: of `quantize`.
-        dtype: the result's: float32, float16, bfloat16, or float64, which is computed in float64.
-    """
-    values, scales, zeros, *_ = weight
-    by_kernel = {dtype, scales.dtype} <= {*DTYPES} and len(values) > 0 and not needs_autograd(scales)
-    if by_kernel and not TRITON.not_supported_reasons(values.device, ()):
-        return RAW["triton"](values, scales, zeros, dtype)
-    return dequantize_reference(weight, dtype)
 
 
 def pack(nibbles: Tensor) -> Tensor:

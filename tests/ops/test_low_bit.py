@@ -9,10 +9,8 @@ from fuseopt import ops
 from fuseopt.ops.decode.low_bit_linear import MAX_ROWS
 from fuseopt.ops.low_bit import (
     NIBBLE_ORDER,
-    RAW,
     LowBitWeight,
     dequantize,
-    dequantize_reference,
     pack,
     quantize,
     unpack,
@@ -79,16 +77,6 @@ def test_zeros_and_values_that_are_not_finite(bits: int, group: int, symmetric: 
     assert not result[0].any()
     assert not result[1].isfinite().all() and not result[2].isfinite().all()
     assert result[3:].isfinite().all()
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("bits, group, symmetric", KINDS)
-def test_the_kernel_dequantises_as_the_reference(bits: int, group: int, symmetric: bool, dtype: torch.dtype) -> None:
-    for outputs, inputs in ((5, 128), (3, 1152), (1, 128)):
-        weight = quantize(torch.randn(outputs, inputs).to(dtype), bits, group, symmetric)
-        result = RAW["triton"](weight.values, weight.scales, weight.zeros, dtype)
-        assert torch.equal(result, dequantize_reference(weight, dtype)) and result.dtype is dtype
 
 
 def test_refusals() -> None:

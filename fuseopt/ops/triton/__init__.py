@@ -6,7 +6,6 @@ from triton.runtime.jit import JITFunction
 
 from fuseopt.ops.triton.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from fuseopt.ops.triton.cross_entropy_grad import cross_entropy_grad_
-from fuseopt.ops.triton.dequantize import dequantize
 from fuseopt.ops.triton.dropout_add_norm import (
     dropout_add_layer_norm_bwd,
     dropout_add_layer_norm_fwd,
@@ -28,7 +27,6 @@ __all__ = [
     "cross_entropy_bwd",
     "cross_entropy_fwd",
     "cross_entropy_grad_",
-    "dequantize",
     "dropout_add_layer_norm_bwd",
     "dropout_add_layer_norm_fwd",
     "dropout_add_rms_norm_bwd",
