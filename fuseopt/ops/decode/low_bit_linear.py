@@ -1,5 +1,6 @@
 """`decode_linear` with weights in 8 or 4 bits, and a linear layer of any number of rows with such a weight."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -74,28 +75,6 @@ def _check(input: Tensor, weights: Sequence[LowBitWeight]) -> None:
         raise ValueError("weights must have the same bits, groups, zero points or none, and dtype of scales")
 
 
-def decode_low_bit_linear_reference(
-    input: Tensor,
-    weight: LowBitWeight | Sequence[LowBitWeight],
-    bias: Tensor | Sequence[Tensor] | None = None,
-    *,
-    residual: Tensor | None = None,
-    norm: str | None = None,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    eps: float = 1e-5,
-    activation: str | None = None,
-    gated: bool = False,
-    pdl: bool = False,
-    prefetch: Sequence[Tensor] = (),
-) -> Tensor:
-    """`decode_low_bit_linear` in plain PyTorch, for any number of rows: dequantises and multiplies."""
-    options: dict[str, Any] = {"residual": residual, "norm": norm, "norm_weight": norm_weight, "norm_bias": norm_bias}
-    return decode_low_bit_linear(
-        input, weight, bias, **options, eps=eps, activation=activation, gated=gated, backend="reference"
-    )
-
-
 def decode_low_bit_linear(
     input: Tensor,
     weight: LowBitWeight | Sequence[LowBitWeight],
@@ -123,9 +102,7 @@ def decode_low_bit_linear(
         weight: one to three of [N, K], of the same bits, groups and kind of zero points. They may differ in N, unless
             `gated`.
         bias, residual, norm, norm_weight, norm_bias, eps, activation, gated: as `decode_linear` takes them.
-        pdl: programmatic dependent launch: the CUDA kernel reads its weights while the previous kernel on the stream
-            still runs. That kernel must not write any of the parameters.
-        prefetch: tensors that later launches read, at most three; kernels may load them into the L2 cache.
+        pdl, prefetch: as `decode_linear` takes them; without effect on a CPU.
         backend: "auto", "cpu" or "reference".
 
     Returns:
@@ -189,9 +166,8 @@ def low_bit_linear(input: Tensor, weight: LowBitWeight, bias: Tensor | None = No
         return F.linear(input, dequantize(weight, input.dtype), None if bias is None else bias.to(input.dtype))
 
 
-def low_bit_linear_reference(input: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> Tensor:
-    """`low_bit_linear` in plain PyTorch."""
-    return decode_low_bit_linear_reference(input, weight, bias)
+decode_low_bit_linear_reference = functools.partial(decode_low_bit_linear, backend="reference")
+low_bit_linear_reference = functools.partial(low_bit_linear, backend="reference")
 
 
 def _sample_weight(
