@@ -245,8 +245,8 @@ class References:
         worst = _worst(outputs)
         dtype = next(iter(model.parameters()), next(iter(self._forward.stock.values()))).dtype
         report = fuseopt.report(model)
-        generation = None if report.config is None else report.config.generation
-        weights = "" if generation is None or generation.weights is None else str(generation.weights)
+        after = [change.after for change in applied.changes] if applied else []
+        weights = next(filter(None, (getattr(fused, "quantised", "") for fused in after)), "")
         return Verification(
             worst.name,
             worst.difference,

@@ -139,6 +139,11 @@ class FusedGenerate:
         self.calls.append(CallRecord(Tier.STOCK, reason))
         return stock(model, *args, **kwargs)
 
+    @property
+    def quantised(self) -> str:
+        """How weights are quantised, such as "int8"; "" if none is, or none yet."""
+        return "" if self.checked.low_bit is None else self.checked.low_bit.made_as
+
     def call_records(self) -> tuple[dict[str, str], ...]:
         """The last calls, as `Report.generate_calls` has them."""
         return tuple({**vars(call), "tier": call.tier.value} for call in self.calls)

@@ -197,4 +197,6 @@ def test_verify_does_not_require_the_tokens_of_the_unquantised_model() -> None:
     quantised = fuseopt.verify(model, {"generation": {"weights": {"bits": 4, "group": 32}}}, inputs)
     assert quantised.ok and not quantised.tokens_count and quantised.tokens_agree is not None
     assert "not required, as generate() decodes with weights in int4, groups of 32" in str(quantised)
-    assert fuseopt.verify(model, {"generation": {"enable": True}}, inputs).tokens_count
+    nothing = {"bits": 8, "exclude": ["*", "*.*"]}
+    for options in ({"enable": True}, {"weights": nothing}):
+        assert fuseopt.verify(model, {"generation": options}, inputs).tokens_count

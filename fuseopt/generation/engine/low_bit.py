@@ -111,6 +111,11 @@ class LowBitWeights:
         """Differs once a quantised weight has been written to."""
         return tuple(_version(weight) for layer in self._choice.layers for weight in layer.weights)
 
+    @property
+    def made_as(self) -> str:
+        """The options, if a weight is quantised, else ""."""
+        return str(self.options) if self._made else ""
+
     def report_lines(self) -> Iterator[str]:
         if not self._made:
             return
