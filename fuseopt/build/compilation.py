@@ -137,13 +137,15 @@ def _run_ninja(command: Sequence[str]) -> Iterator[str]:
     """Runs ninja; yields the description of each statement that has finished."""
     marker = "fuseopt-done:"
     said = []
+    # The job server that MAKEFLAGS names under `make -j` is not open to the children of a recipe's command.
+    environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=os.environ | {"NINJA_STATUS": marker},
+        env=environment | {"NINJA_STATUS": marker},
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:

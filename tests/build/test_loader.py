@@ -82,6 +82,14 @@ def test_a_failed_build_keeps_the_compilers_words_and_is_not_tried_again(
     assert not [path for path in library_cache.folder().iterdir() if path.is_dir()]
 
 
+def test_a_build_under_make_does_not_look_for_its_job_server(csrc, monkeypatch):
+    monkeypatch.setenv("MAKEFLAGS", " -j2 --jobserver-auth=1000,1001")
+    (csrc / "cpu" / "other.cpp").write_text('#error "words of the compiler"\n')
+    failed = loader.load("cpu")
+    assert "jobserver" not in failed.reason
+    assert "words of the compiler" in failed.reason.splitlines()[1]
+
+
 def test_a_compiler_that_cannot_run_is_a_reason(csrc, monkeypatch, tmp_path):
     broken = tmp_path / "broken-c++"
     broken.write_text("#!/bin/sh\necho out of order; exit 3\n")
