@@ -69,8 +69,8 @@ class Verification:
         output: name of the output tensor with the largest error relative to its tolerance, such as "logits". The next
             four attributes are of this tensor, as in `Comparison`.
         tokens_agree: whether both models generate the same tokens; None if `verify` was not asked to generate.
-        tokens_count: whether `ok` requires `tokens_agree`. True in float32 and float64, unless `weights` are quantised;
-            in half precision near-ties between two tokens are decided by the last bit.
+        tokens_count: whether `ok` requires `tokens_agree`. True in float32 and float64, unless `weights` or `cache`
+            is quantised; in half precision near-ties between two tokens are decided by the last bit.
         replaced: number of objects that the config replaced.
         loss: of the training step; None if none was run.
         gradient: of the parameter whose gradient has the largest error relative to its tolerance; None as above.
@@ -78,6 +78,7 @@ class Verification:
         ran: False if none of the replaced objects was called, so that stock was compared with itself.
         not_run: what the config asks for and nothing ran, and what was not compared, one line each.
         weights: how `generate()` quantises the weights, such as "int8"; "" if it does not.
+        cache: how it quantises keys and values, "int8" or "fp8"; "" if it does not.
     """
 
     output: str
@@ -94,6 +95,7 @@ class Verification:
     ran: bool = True
     not_run: tuple[str, ...] = ()
     weights: str = ""
+    cache: str = ""
 
     @property
     def ok(self) -> bool:
@@ -125,8 +127,11 @@ class Verification:
                 f"  gradients of {self.gradients} parameters, the worst of {printable(self.gradient.name)}: "
                 f"{self.gradient}",
             ]
-        quantised = f"; not required, as generate() decodes with weights in {self.weights}" if self.weights else ""
-        lines.append(f"  tokens: {tokens}{quantised}")
+        parts = ("weights", self.weights), ("keys and values", self.cache)
+        quantised = " and ".join(f"{part} in {kind}" for part, kind in parts if kind)
+        lines.append(
+            f"  tokens: {tokens}{f'; not required, as generate() decodes with {quantised}' if quantised else ''}"
+        )
         return "\n".join((*lines, *(f"  not run: {printable(line)}" for line in self.not_run)))
 
 
@@ -246,7 +251,10 @@ class References:
         dtype = next(iter(model.parameters()), next(iter(self._forward.stock.values()))).dtype
         report = fuseopt.report(model)
         after = [change.after for change in applied.changes] if applied else []
-        weights = next(filter(None, (getattr(fused, "quantised", "") for fused in after)), "")
+        weights, cache = (
+            next(filter(None, (getattr(fused, name, "") for fused in after)), "")
+            for name in ("quantised", "cache_dtype")
+        )
         return Verification(
             worst.name,
             worst.difference,
@@ -254,7 +262,7 @@ class References:
             worst.fused_error,
             worst.tolerance,
             tokens_agree=None if tokens is None or self._tokens is None else torch.equal(self._tokens, tokens),
-            tokens_count=dtype in (torch.float32, torch.float64) and not weights,
+            tokens_count=dtype in (torch.float32, torch.float64) and not (weights or cache),
             replaced=len(report.replaced),
             loss=_worst(losses) if losses else None,
             gradient=_worst(gradients) if gradients else None,
@@ -262,6 +270,7 @@ class References:
             ran=watch.saw_any,
             not_run=tuple(not_run),
             weights=weights,
+            cache=cache,
         )
 
 
