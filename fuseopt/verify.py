@@ -253,7 +253,7 @@ class References:
         worst = _worst(outputs)
         dtype = next(iter(model.parameters()), next(iter(self._forward.stock.values()))).dtype
         report = fuseopt.report(model)
-        quantising = _quantising_generate(model)
+        quantising = verify_low_bit.quantising_generate(model)
         weights = "" if quantising is None else quantising.quantised
         return Verification(
             worst.name,
@@ -274,7 +274,7 @@ class References:
 
     def low_bit_run(self, model: nn.Module) -> verify_low_bit.StepRun | None:
         """A call of generate() by `model`, which is fused now; None if its weights are not quantised."""
-        quantising = _quantising_generate(model)
+        quantising = verify_low_bit.quantising_generate(model)
         if quantising is None or self._generate is None:
             return None
         with verify_runs.evaluating(model):
@@ -293,13 +293,6 @@ class References:
         return replace(
             found, low_bit=verify_low_bit.LowBitVerification(steps, verify_low_bit.rounding_error(run), drift)
         )
-
-
-def _quantising_generate(model: nn.Module) -> Any:
-    """The `FusedGenerate` of a fused model, if it has quantised weights; else None."""
-    applied = apply.applied_to(model)
-    after = (change.after for change in applied.changes) if applied is not None else ()
-    return next((fused for fused in after if getattr(fused, "quantised", "")), None)
 
 
 class _Reference:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fuseopt import apply
 from fuseopt.ops.low_bit import LowBitWeight, dequantize
 from fuseopt.verify_inputs import DEFAULT_TOKENS
 from fuseopt.verify_runs import Tensors
@@ -100,6 +101,13 @@ class StepRun:
     logits: Tensor
     modules: Sequence[QuantisedModule]
     not_compared: str | None
+
+
+def quantising_generate(model: nn.Module) -> FusedGenerate | None:
+    """That of a fused model, if it has quantised weights."""
+    applied = apply.applied_to(model)
+    after = (change.after for change in applied.changes) if applied is not None else ()
+    return next((fused for fused in after if getattr(fused, "quantised", "")), None)
 
 
 def step_run(

@@ -102,13 +102,16 @@ class LowBitWeights:
     """The quantised weights of one model's decode step. A weight that has not changed is not quantised again.
 
     A change is seen by a weight's address and version: writing through `weight.data` changes neither.
+
+    Attributes:
+        unquantised_bytes: of the weights that are quantised, each counted once.
     """
 
     def __init__(self, options: LowBitOptions) -> None:
         self.options = options
         self._made: dict[Hashable, LowBitWeight] = {}
         self._choice = LowBitChoice((), (), {})
-        self._unquantised_bytes = 0
+        self.unquantised_bytes = 0
 
     def put_into(self, choice: LowBitChoice) -> None:
         """Sets `low_bit` of the layers of `choice`."""
@@ -125,7 +128,7 @@ class LowBitWeights:
         for layer in choice.layers:
             layer.low_bit = tuple(made[_key(weight)] for weight in layer.weights)
         count = len(made.keys() - before.keys())
-        self._made, self._choice, self._unquantised_bytes = made, choice, sum(unquantised.values())
+        self._made, self._choice, self.unquantised_bytes = made, choice, sum(unquantised.values())
         if count:
             announce(f"quantised {count} weights to {options} in {time.perf_counter() - begin:.1f} s")
 
@@ -144,6 +147,10 @@ class LowBitWeights:
                 yield QuantisedModule(next(names), weights, layer.low_bit[parts], is_transposed)
 
     @property
+    def quantised_bytes(self) -> int:
+        return sum(low.nbytes for low in self._made.values())
+
+    @property
     def made_as(self) -> str:
         """The options, if a weight is quantised, else ""."""
         return str(self.options) if self._made else ""
@@ -151,10 +158,9 @@ class LowBitWeights:
     def report_lines(self) -> Iterator[str]:
         if not self._made:
             return
-        quantised = sum(low.nbytes for low in self._made.values())
         yield (
-            f"weights in {self.options}: {self._choice}; {quantised / 2**20:.1f} MiB, beside "
-            f"{self._unquantised_bytes / 2**20:.1f} MiB unquantised"
+            f"weights in {self.options}: {self._choice}; {self.quantised_bytes / 2**20:.1f} MiB, beside "
+            f"{self.unquantised_bytes / 2**20:.1f} MiB unquantised"
         )
 
 
