@@ -13,6 +13,7 @@ from fuseopt.config import LowBitOptions
 from fuseopt.generation.engine.layers import Linear
 from fuseopt.ops.low_bit import LowBitWeight, not_quantised_reason, quantize
 from fuseopt.runtime.announcements import announce, is_bar_disabled
+from fuseopt.runtime.written_values import sample
 
 
 class LowBitChoice(NamedTuple):
@@ -79,7 +80,7 @@ def _reason(layer: Linear, paths: Sequence[str], options: LowBitOptions) -> str 
 class LowBitWeights:
     """The quantised weights of one model's decode step. A weight that has not changed is not quantised again.
 
-    A change is seen by a weight's address and version: writing through `weight.data` changes neither.
+    A change is seen by a weight's address, its version and a sample of its values.
     """
 
     def __init__(self, options: LowBitOptions) -> None:
@@ -109,7 +110,7 @@ class LowBitWeights:
 
     def versions(self) -> tuple[Hashable, ...]:
         """Differs once a quantised weight has been written to."""
-        return tuple(_version(weight) for layer in self._choice.layers for weight in layer.weights)
+        return tuple(_content(weight) for layer in self._choice.layers for weight in layer.weights)
 
     @property
     def made_as(self) -> str:
@@ -127,8 +128,10 @@ class LowBitWeights:
 
 
 def _key(weight: Tensor) -> Hashable:
-    return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device, _version(weight)
+    return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device, _content(weight)
 
 
-def _version(weight: Tensor) -> int | None:
-    return None if weight.is_inference() else weight._version
+def _content(weight: Tensor) -> tuple[int | None, bytes]:
+    """Differs once a weight on a CPU has been written to."""
+    version = None if weight.is_inference() else weight._version
+    return version, sample(weight).numpy().tobytes()
