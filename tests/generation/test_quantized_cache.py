@@ -166,3 +166,8 @@ def test_verify_does_not_require_the_tokens_of_the_unquantised_cache() -> None:
     assert found.ok and found.cache == "fp8" and not found.tokens_count and found.tokens_agree is not None
     assert "not required, as generate() decodes with keys and values in fp8" in str(found)
     assert fuseopt.verify(model, {"generation": {"enable": True}}, prompt(model, 2, 5, seed=3)).tokens_count
+    both = fuseopt.verify(
+        model, {"generation": {"cache_dtype": "int8", "weights": "int8"}}, prompt(model, 2, 5, seed=3)
+    )
+    assert both.ok and both.low_bit is None and not both.tokens_count
+    assert "not run: logits with weights in int8: keys and values are in int8" in str(both)
