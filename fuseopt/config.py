@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -31,8 +31,11 @@ KERNEL_BACKENDS = (AUTO, "cuda", "triton", "cpu", "reference")
 _MEASURES = (
     "config: 'auto' measures the model on your inputs, which only fuseopt.initialize(model, 'auto', inputs=...) and "
     "`fuseopt report MODEL --config auto` do; fuseopt.report(model).config is then a config for everywhere else, and "
-    "`fuseopt plan MODEL --config auto` says what would be measured"
+    "fuseopt.plan(model, 'auto') says what would be measured"
 )
+
+
+_BY_NAME = "; kernels by name are {'kernel_fusion': {'custom_cuda_kernels': ['FusedGELU']}}"
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,15 @@ class GenerationOptions:
     weights: LowBitOptions | None = None
 
 
+BLOCKS: Mapping[str, Iterable[str]] = {
+    "kernel_fusion": KernelFusion.__dataclass_fields__,
+    "kernel_fusion.memory_efficient_fusion": MemoryEfficientOptions.__dataclass_fields__,
+    "generation": GenerationOptions.__dataclass_fields__,
+    "generation.weights": LowBitOptions.__dataclass_fields__,
+}
+"""The keys of each block of a config."""
+
+
 @dataclass(frozen=True)
 class Config:
     """A validated config.
@@ -175,7 +187,7 @@ class Config:
         if not isinstance(source, Mapping):
             raise ConfigError(
                 f"config: expected a dict, a path to a JSON file, a preset ({', '.join((*PRESET_NAMES, AUTO))}) "
-                f"or a fuseopt.Config, got {type(source).__name__}"
+                f"or a fuseopt.Config, got {type(source).__name__}{_BY_NAME if isinstance(source, list) else ''}"
             )
         return _top_level(source)
 
@@ -231,7 +243,7 @@ def beside_auto(source: Any) -> Mapping[str, Any] | None:
     """
     if not isinstance(source, Mapping) or source.get("preset") != AUTO:
         return None
-    written = {key: block for key, block in source.items() if key != "preset"}
+    written = _blocks(source)
     _top_level({"preset": "inference", **written})
     return written
 
@@ -250,10 +262,13 @@ def _top_level(source: Mapping[str, Any]) -> Config:
     check_keys("", source, ("preset", "kernel_fusion", "generation"))
     if source.get("preset") == AUTO:
         raise ConfigError(_MEASURES)
-    written = {key: block for key, block in source.items() if key != "preset"}
+    written = _blocks(source)
     for key, block in written.items():
         if not isinstance(block, Mapping):
-            raise ConfigError(f"{key}: expected a dict, got {type(block).__name__}; e.g. {{'enable': True}}")
+            raise ConfigError(
+                f"{key}: expected true, false or a dict such as {{'enable': True}}, got {type(block).__name__}"
+                f"{_BY_NAME if isinstance(block, list) else ''}"
+            )
         if not block:
             raise ConfigError(f"{key}: the block is empty, so nothing would be done; e.g. {{'enable': True}}")
     preset = choice("preset", source["preset"], (*PRESET_NAMES, AUTO)) if "preset" in source else None
@@ -263,6 +278,12 @@ def _top_level(source: Mapping[str, Any]) -> Config:
         generation=_generation(blocks["generation"]) if "generation" in blocks else None,
         preset=preset,
     )
+
+
+def _blocks(source: Mapping[str, Any]) -> dict[str, Any]:
+    """What is written beside the preset; a block that is a bool as a dict."""
+    blocks = {key: block for key, block in source.items() if key != "preset"}
+    return {key: {"enable": block} if isinstance(block, bool) else block for key, block in blocks.items()}
 
 
 def _merged(preset: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
@@ -290,13 +311,14 @@ def _generation(block: Mapping[str, Any]) -> GenerationOptions:
 
 def _low_bit(value: Any) -> LowBitOptions | None:
     where, default = "generation.weights", LowBitOptions()
-    if value is None:
+    if value is None or value is False:
         return None
     if isinstance(value, str):
         return LowBitOptions(bits=int(choice(where, value, ("int8", "int4"))[3:]))
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f"{where}: expected 'int8', 'int4' or a dict such as {{'bits': 4, 'group': 64}}, got {type(value).__name__}"
+            f"{where}: expected false, 'int8', 'int4' or a dict such as {{'bits': 4, 'group': 64}}, "
+            f"got {type(value).__name__}"
         )
     check_keys(where, value, tuple(LowBitOptions.__dataclass_fields__))
     if "bits" not in value:
@@ -368,7 +390,8 @@ def _memory_efficient(value: Any) -> MemoryEfficientOptions | None:
 def _kernels(key: str, value: Any) -> tuple[KernelRequest, ...]:
     where = f"kernel_fusion.{key}"
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ConfigError(f"{where}: expected a list of kernel names, got {type(value).__name__}")
+        fix = f"; write [{value!r}]" if value in listed(key) else "; [] lists none"
+        raise ConfigError(f"{where}: expected a list of kernel names, got {type(value).__name__}{fix}")
     requests = tuple(_kernel(f"{where}[{position}]", entry, key) for position, entry in enumerate(value))
     names = [request.name for request in requests]
     for name in names:
