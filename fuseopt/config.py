@@ -7,6 +7,7 @@ the presets.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import warnings
@@ -145,13 +146,15 @@ class GenerationOptions:
     weights: LowBitOptions | None = None
 
 
-BLOCKS: Mapping[str, Iterable[str]] = {
+_BLOCKS: Mapping[str, Iterable[str]] = {
     "kernel_fusion": KernelFusion.__dataclass_fields__,
     "kernel_fusion.memory_efficient_fusion": MemoryEfficientOptions.__dataclass_fields__,
     "generation": GenerationOptions.__dataclass_fields__,
     "generation.weights": LowBitOptions.__dataclass_fields__,
 }
 """The keys of each block of a config."""
+
+_check_keys = functools.partial(check_keys, blocks=_BLOCKS)
 
 
 @dataclass(frozen=True)
@@ -259,7 +262,7 @@ def _top_level(source: Mapping[str, Any]) -> Config:
             "config: the dict is empty, so nothing would be done; give e.g. "
             "{'kernel_fusion': {'enable': True}}, or no config for the preset 'inference'"
         )
-    check_keys("", source, ("preset", "kernel_fusion", "generation"))
+    _check_keys("", source, ("preset", "kernel_fusion", "generation"))
     if source.get("preset") == AUTO:
         raise ConfigError(_MEASURES)
     written = _blocks(source)
@@ -297,7 +300,7 @@ def _merged(preset: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, 
 
 
 def _generation(block: Mapping[str, Any]) -> GenerationOptions:
-    check_keys("generation", block, tuple(GenerationOptions.__dataclass_fields__))
+    _check_keys("generation", block, tuple(GenerationOptions.__dataclass_fields__))
     default = GenerationOptions()
     length = block.get("max_length", default.max_length)
     return GenerationOptions(
@@ -320,7 +323,7 @@ def _low_bit(value: Any) -> LowBitOptions | None:
             f"{where}: expected false, 'int8', 'int4' or a dict such as {{'bits': 4, 'group': 64}}, "
             f"got {type(value).__name__}"
         )
-    check_keys(where, value, tuple(LowBitOptions.__dataclass_fields__))
+    _check_keys(where, value, tuple(LowBitOptions.__dataclass_fields__))
     if "bits" not in value:
         raise ConfigError(f"{where}: the dict has no 'bits'; give 8 or 4")
     options = LowBitOptions(
@@ -335,7 +338,7 @@ def _low_bit(value: Any) -> LowBitOptions | None:
 
 
 def _kernel_fusion(block: Mapping[str, Any]) -> KernelFusion:
-    check_keys("kernel_fusion", block, tuple(KernelFusion.__dataclass_fields__))
+    _check_keys("kernel_fusion", block, tuple(KernelFusion.__dataclass_fields__))
     memory_efficient = _memory_efficient(block.get("memory_efficient_fusion", False))
     custom, triton = (_kernels(key, block.get(key, ())) for key in (CUSTOM, TRITON))
     if "jit" in block:
@@ -364,7 +367,7 @@ def _jit(value: Any) -> JitOptions | None:
             f"kernel_fusion.jit: expected true, false or a dict such as {{'backend': 'inductor'}}, "
             f"got {type(value).__name__}"
         )
-    check_keys("kernel_fusion.jit", value, ("backend",))
+    _check_keys("kernel_fusion.jit", value, ("backend",))
     return JitOptions(choice("kernel_fusion.jit.backend", value.get("backend", "torchscript"), JIT_BACKENDS))
 
 
@@ -376,7 +379,7 @@ def _memory_efficient(value: Any) -> MemoryEfficientOptions | None:
         raise ConfigError(
             f"{where}: expected true, false or a dict such as {{'budget': 0.5}}, got {type(value).__name__}"
         )
-    check_keys(where, value, tuple(MemoryEfficientOptions.__dataclass_fields__))
+    _check_keys(where, value, tuple(MemoryEfficientOptions.__dataclass_fields__))
     captured = value.get("cuda_graphs", default.cuda_graphs)
     if not (isinstance(captured, str) and captured == AUTO):
         captured = boolean(f"{where}.cuda_graphs", captured, f", or {AUTO!r}")
@@ -417,7 +420,7 @@ def _kernel(where: str, entry: Any, key: str) -> KernelRequest:
     types = known[name].lists[key]
     if options and not types:
         raise ConfigError(f"{where}: {name} takes no options, got {', '.join(map(shown, options))}")
-    check_keys(where, options, types)
+    _check_keys(where, options, types)
     for option, value in options.items():
         typed(f"{where}.{option}", value, types[option])
     return KernelRequest(name, options)

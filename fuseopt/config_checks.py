@@ -26,8 +26,12 @@ _ELSEWHERE = {
 }
 
 
-def check_keys(where: str, block: Mapping[Any, Any], known: Iterable[str]) -> None:
-    """Refuses a key of `block` that is not in `known`, with the block that has it, or the nearest one that is."""
+def check_keys(where: str, block: Mapping[Any, Any], known: Iterable[str], blocks: Mapping[str, Iterable[str]]) -> None:
+    """Refuses a key of `block` that is not in `known`, with the one of `blocks` that has it, or the nearest known key.
+
+    Args:
+        blocks: the path of each block of a config, and its keys.
+    """
     for key in block:
         name = shown_name(key)
         path = f"{where}.{name}" if where else name
@@ -36,15 +40,13 @@ def check_keys(where: str, block: Mapping[Any, Any], known: Iterable[str]) -> No
         if path in _ELSEWHERE:
             raise ConfigError(f"{path}: {_ELSEWHERE[path]}")
         if key not in known:
-            hint = _home(name) or nearest(name, known)
+            hint = _home(name, blocks) or nearest(name, known)
             raise ConfigError(f"{path}: unknown key; {hint}known keys here: {', '.join(map(repr, known))}")
 
 
-def _home(key: str) -> str:
-    """A hint that ends in a space, with the first block of a config that has this key; "" if none has it."""
-    from fuseopt.config import BLOCKS
-
-    home = next((where for where, keys in BLOCKS.items() if key in keys), None)
+def _home(key: str, blocks: Mapping[str, Iterable[str]]) -> str:
+    """A hint that ends in a space, with the first of `blocks` that has this key; "" if none has it."""
+    home = next((where for where, keys in blocks.items() if key in keys), None)
     if home is None:
         return ""
     written = "{...}"
