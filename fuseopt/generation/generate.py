@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -149,8 +150,10 @@ class FusedGenerate:
         return tuple({**vars(call), "tier": call.tier.value} for call in self.calls)
 
     def report_lines(self) -> tuple[str, ...]:
-        """Tier and reason of the last calls, and what is kept from call to call, for the report."""
-        lines = (*self.calls, *self.checked.notes, *self.graphs.report_lines())
+        """Tier and reason of the last calls, equal ones in a row as one, and what is kept from call to call."""
+        runs = ((line, sum(1 for _ in equal)) for line, equal in itertools.groupby(map(str, self.calls)))
+        calls = (f"{line} ({count} calls)" if count > 1 else line for line, count in runs)
+        lines = (*calls, *self.checked.notes, *self.graphs.report_lines())
         return tuple(f"generate(): {line}" for line in lines)
 
 
