@@ -13,7 +13,7 @@ from tqdm import tqdm
 from fuseopt.config import LowBitOptions
 from fuseopt.generation.engine.layers import Linear
 from fuseopt.modules.quantised import described
-from fuseopt.ops.low_bit import LowBitWeight, no_kernel_reason, not_quantised_reason, quantize
+from fuseopt.ops.low_bit import LowBitWeight, dequantize, no_kernel_reason, not_quantised_reason, quantize
 from fuseopt.runtime.announcements import announce, is_bar_disabled
 
 
@@ -81,6 +81,27 @@ def _reason(layer: Linear, paths: Sequence[str], options: LowBitOptions) -> str 
     return next(filter(None, found), None)
 
 
+class QuantisedModule(NamedTuple):
+    """A linear layer of the model that is quantised.
+
+    Attributes:
+        path: of the module.
+        weights: [N, K] each, which together are the module's weight.
+        low_bit: what each is quantised to.
+        is_transposed: the module's weight is [K, N], as Conv1D has it.
+    """
+
+    path: str
+    weights: tuple[Tensor, ...]
+    low_bit: tuple[LowBitWeight, ...]
+    is_transposed: bool
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """The module's weight as the steps read it, in a new tensor."""
+        weight = torch.cat([dequantize(part, dtype) for part in self.low_bit])
+        return weight.T.contiguous() if self.is_transposed else weight
+
+
 class LowBitWeights:
     """The low-bit weights of one model's decode step. A weight that has not changed is not quantised or read again.
 
@@ -88,6 +109,9 @@ class LowBitWeights:
 
     Args:
         options: how to quantise the model's weights; None to read only those that came quantised.
+
+    Attributes:
+        unquantised_bytes: of the weights that are quantised, each counted once.
     """
 
     def __init__(self, options: LowBitOptions | None) -> None:
@@ -97,7 +121,7 @@ class LowBitWeights:
         self._choice = LowBitChoice((), (), {})
         self._came: list[Linear] = []
         self._tensors: list[Tensor] = []
-        self._unquantised_bytes = 0
+        self.unquantised_bytes = 0
 
     def put_into(self, choice: LowBitChoice | None, linears: Iterable[Linear]) -> None:
         """Sets `low_bit` of the layers of `choice`, and of those of `linears` that came quantised."""
@@ -132,7 +156,7 @@ class LowBitWeights:
         for layer in choice.layers:
             layer.low_bit = tuple(made[_key(weight)] for weight in layer.weights)
         count = len(made.keys() - before.keys())
-        self._unquantised_bytes = sum(unquantised.values())
+        self.unquantised_bytes = sum(unquantised.values())
         if count:
             announce(f"quantised {count} weights to {options} in {time.perf_counter() - begin:.1f} s")
         return made
@@ -140,6 +164,20 @@ class LowBitWeights:
     def versions(self) -> tuple[Hashable, ...]:
         """Differs once a tensor that a low-bit weight was made from has been written to."""
         return tuple(map(_version, self._tensors))
+
+    def modules(self) -> Iterator[QuantisedModule]:
+        names = iter(self._choice.names)
+        for layer in self._choice.layers:
+            share = len(layer.weights) // len(layer.sources)
+            for index, source in enumerate(layer.sources):
+                parts = slice(index * share, (index + 1) * share)
+                weights = layer.weights[parts]
+                is_transposed = weights[0].stride() != source.weight.stride()
+                yield QuantisedModule(next(names), weights, layer.low_bit[parts], is_transposed)
+
+    @property
+    def quantised_bytes(self) -> int:
+        return sum(low.nbytes for low in self._made.values())
 
     @property
     def made_as(self) -> str:
@@ -158,10 +196,9 @@ class LowBitWeights:
             )
         if not self._made:
             return
-        quantised = sum(low.nbytes for low in self._made.values())
         yield (
-            f"weights in {self.options}: {self._choice}; {quantised / 2**20:.1f} MiB, beside "
-            f"{self._unquantised_bytes / 2**20:.1f} MiB unquantised"
+            f"weights in {self.options}: {self._choice}; {self.quantised_bytes / 2**20:.1f} MiB, beside "
+            f"{self.unquantised_bytes / 2**20:.1f} MiB unquantised"
         )
 
 

@@ -130,6 +130,7 @@ class SpecStep(DecodeStep):
         options = weights.options
         choice = None if options is None else _low_bit_choice(model, self.spec, options)
         weights.put_into(choice, self.spec.linears)
+        self.is_quantised = bool(weights.made_as)
         self._plan_l2_prefetch(self.layers)
 
     def new_state(self, sizes: Sizes) -> DecodeState:

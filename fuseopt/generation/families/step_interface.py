@@ -77,6 +77,7 @@ class DecodeStep(Protocol):
             whose updates the step adds are its `lora_layers`.
         takes_low_bit: `low_bit_choice`, `quantised_layers` and `quantize` are written, so weights may be in 8 or 4
             bits, also those of a checkpoint that comes quantised (`fuseopt.modules.quantised`).
+        is_quantised: `quantize` has found weights to quantise.
         token_embedding: [vocab, width], whose dtype and device tell whether the engine's kernels apply.
         shape: of the key-value cache, from which the engine makes a `DecodeState`.
         vocab: width of the logits.
@@ -94,6 +95,7 @@ class DecodeStep(Protocol):
     takes_low_bit: ClassVar[bool] = False
 
     lora_layers: Sequence[nn.Module] = ()
+    is_quantised: bool = False
     token_embedding: Tensor
     shape: CacheShape
     vocab: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from fuseopt.generation.hf.saved_cache import SavedCache
 from fuseopt.generation.prompt.early_work import EarlyPrompt
 from fuseopt.generation.prompt.prompts import run_encoded, run_forward
 
+UNQUANTISED_PROMPT = "the model's own forward ran the prompt, with unquantised weights"
+
 
 @dataclass(frozen=True)
 class Prefilled:
@@ -28,7 +30,7 @@ class Prefilled:
         pending: the first logits do not exist yet; a step on the prompt's only token has to compute them.
         has_ids: `state.ids` contains the prompt.
         was_early: the early prefill did all of this.
-        note: why the prompt was not captured in a CUDA graph; empty if it was.
+        note: why the prompt was not captured in a CUDA graph, or `UNQUANTISED_PROMPT`; else empty.
     """
 
     slots: int
@@ -66,7 +68,8 @@ def prefill(
         keep = None
     if not is_token_prompt(step, model, input_ids, config, model_kwargs) or (keep is not None and length == 1):
         step.begin()
-        prefilled = _by_the_model(model, state, input_ids, config, model_kwargs)
+        note = UNQUANTISED_PROMPT if step.is_quantised else ""
+        prefilled = replace(_by_the_model(model, state, input_ids, config, model_kwargs), note=note)
         step.cross_cache_filled(state)
         return prefilled
     if encodes:
