@@ -28,7 +28,6 @@ _LIBRARIES = {
     "optimum.quanto.": "quanto",
     _CT: "compressed-tensors",
     "transformers.integrations.": "transformers",
-    "torch.ao.nn.": "torch.ao",
 }
 """Start of a class's full name -> what made a layer or a weight of that class."""
 
@@ -83,9 +82,8 @@ class QuantisedWeight:
 
     def halves(self) -> tuple[QuantisedWeight, QuantisedWeight]:
         """Of the first and of the last outputs."""
-        outputs, inputs = self.shape
-        middle = outputs // 2
-        last = replace(self, shape=(outputs - middle, inputs), begin=middle)
+        middle, inputs = self.shape[0] // 2, self.shape[1]
+        last = replace(self, shape=(self.shape[0] - middle, inputs), begin=middle)
         return replace(self, shape=(middle, inputs), end=middle), last
 
     def read(self) -> LowBitWeight:
@@ -154,8 +152,7 @@ def described(weights: Iterable[QuantisedWeight]) -> str:
 
 
 def stored_tensors(module: nn.Module) -> tuple[Sequence[Tensor], str | None]:
-    """What the forward of a quantised layer computes with, and why no decode step does so, in words that follow the
-    layer's path, or None."""
+    """What a quantised layer's forward reads; and why no decode step does, in words that follow its path, or None."""
     try:
         weight = quantised_weight(module)
     except UnreadableWeight as error:
@@ -263,6 +260,7 @@ def _torchao_intx(module: nn.Linear) -> QuantisedWeight:
     bits = {torch.int4: 4, torch.int8: 8}.get(weight.target_dtype, 0)
     layout = f"torchao int{bits}" if bits else "torchao intx"
     _require(bits > 0, layout, f"values of {weight.target_dtype} are not read")
+    _require(scales.shape == zeros.shape, layout, "its scales and zero points have other shapes")
     in_range = zeros.dtype is torch.int8 and bool(((zeros >= -8) & (zeros < 8)).all())
     _require(in_range, layout, "its zero points are not integers of 4 bits")
     outputs, inputs = values.shape
@@ -328,12 +326,15 @@ def _check_packed(method: str, module: Any) -> str:
     """The layout of a layer of GPTQModel, whose attributes are those of its `qlinear` modules."""
     layout = f"{method} int{module.bits}"
     _check_device(layout, module.qweight.device)
-    repacked = getattr(module, "linear_mode", None) not in (None, "train")
+    repacked = getattr(module, "linear_mode", None) not in (None, "train") or getattr(module, "transformed", False)
     _require(module.bits == 4, layout, "only 4 bits are read")
     _require(not repacked, layout, "its forward has packed it anew for a kernel")
     _require(module.qweight.dtype is torch.int32, layout, f"it is packed into {module.qweight.dtype}")
     _require(getattr(module, "adapter", None) is None, layout, "it has an adapter")
     _require(getattr(module, "had_K", None) is None, layout, "its input is rotated")
+    scales, zeros, outputs = module.scales.shape, module.qzeros.shape, module.out_features
+    in_words = scales == (scales[0], outputs) and zeros == (scales[0], outputs // 8) and outputs % 8 == 0
+    _require(in_words, layout, f"its scales and qzeros have shapes {tuple(scales)} and {tuple(zeros)}")
     return layout
 
 
@@ -350,7 +351,9 @@ def _compressed_tensors(module: Any) -> QuantisedWeight:
     _require(packed.shape == (outputs, inputs // 8), layout, f"weight_packed has shape {tuple(packed.shape)}")
     _require(scales.dim() == 2 and len(scales) == outputs, layout, "its scales are not for each output")
     group = _group(layout, inputs, scales.shape[1])
-    _require(of.symmetric == (zeros is None), layout, "it is symmetric with zero points, or has none without")
+    expected = None if of.symmetric else (-(-outputs // 8), scales.shape[1])
+    found = None if zeros is None else tuple(zeros.shape)
+    _require(found == expected, layout, f"weight_zero_point has shape {found}, not {expected}")
 
     def read() -> LowBitWeight:
         of_groups = None if zeros is None else _in_order(zeros.T).T[:outputs]
@@ -369,9 +372,7 @@ def _weight(
     tensors: tuple[Tensor, ...],
     read: Callable[[], LowBitWeight],
 ) -> QuantisedWeight:
-    """Args:
-    tensors: the scales, then what else is read, without the bias.
-    """
+    # The scales come first; the bias is added here.
     bias = () if module.bias is None else (module.bias,)
     return QuantisedWeight(layout, shape, bits, group, tensors[0], (*tensors, *bias), read)
 

@@ -188,6 +188,10 @@ def with_half_scales(layer: nn.Module) -> None:
     layer.scales = layer.scales.half()
 
 
+def with_fewer_zeros(layer: nn.Module) -> None:
+    layer.qzeros = layer.qzeros[:, :-1]
+
+
 def of_quantised_inputs(layer: nn.Module) -> None:
     layer.quantization_scheme.input_activations = object()
 
@@ -196,6 +200,8 @@ REFUSED: dict[str, tuple[str, Callable[[nn.Module], object]]] = {
     "g_idx orders its groups by activations": ("GPTQ int4", out_of_order),
     "(GPTQ int8): only 4 bits are read": ("GPTQ int4", with_attributes(bits=8)),
     "its forward has packed it anew for a kernel": ("GPTQ int4", with_attributes(linear_mode="inference")),
+    "its forward has packed it anew": ("AWQ int4", with_attributes(transformed=True)),
+    "its scales and qzeros have shapes (3, 96) and (3, 11)": ("AWQ int4", with_fewer_zeros),
     "it has an adapter": ("AWQ int4", with_attributes(adapter=object())),
     "its scales are torch.float64": ("AWQ int4", lambda layer: layer.double()),
     "it has zero points": ("torchao int8", with_zero_points),
