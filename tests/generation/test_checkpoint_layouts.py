@@ -139,6 +139,7 @@ def test_edits_are_seen() -> None:
     edits: list[Callable[[nn.Module], object]] = [
         lambda layer: layer.scales.mul_(-2),
         lambda layer: layer.bias.add_(1),
+        lambda layer: layer.scales.data.mul_(3),
         lambda layer: layer.qweight.bitwise_not_(),
         lambda layer: setattr(layer, "qzeros", layer.qzeros ^ 0x11111111),
     ]

@@ -15,6 +15,7 @@ from fuseopt.generation.engine.layers import Linear
 from fuseopt.modules.quantised import described
 from fuseopt.ops.low_bit import LowBitWeight, dequantize, no_kernel_reason, not_quantised_reason, quantize
 from fuseopt.runtime.announcements import announce, is_bar_disabled
+from fuseopt.runtime.written_values import sample
 
 
 class LowBitChoice(NamedTuple):
@@ -105,7 +106,7 @@ class QuantisedModule(NamedTuple):
 class LowBitWeights:
     """The low-bit weights of one model's decode step. A weight that has not changed is not quantised or read again.
 
-    A change is seen by a tensor's address and version: writing through `tensor.data` changes neither.
+    A change is seen by a tensor's address, its version and a sample of its values.
 
     Args:
         options: how to quantise the model's weights; None to read only those that came quantised.
@@ -163,7 +164,7 @@ class LowBitWeights:
 
     def versions(self) -> tuple[Hashable, ...]:
         """Differs once a tensor that a low-bit weight was made from has been written to."""
-        return tuple(map(_version, self._tensors))
+        return tuple(map(_content, self._tensors))
 
     def modules(self) -> Iterator[QuantisedModule]:
         names = iter(self._choice.names)
@@ -213,8 +214,10 @@ def _alike(weights: Sequence[LowBitWeight]) -> tuple[LowBitWeight, ...]:
 
 
 def _key(weight: Tensor) -> Hashable:
-    return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device, _version(weight)
+    return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device, _content(weight)
 
 
-def _version(weight: Tensor) -> int | None:
-    return None if weight.is_inference() else weight._version
+def _content(weight: Tensor) -> tuple[int | None, bytes]:
+    """Differs once a weight on a CPU has been written to."""
+    version = None if weight.is_inference() else weight._version
+    return version, sample(weight).numpy().tobytes()
