@@ -105,7 +105,7 @@ class FusedGenerate:
     def _bind(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         step_class, weights = decode_step_class(self._step_name), self.options.weights
-        low_bit = LowBitWeights(weights) if weights is not None and step_class.takes_low_bit else None
+        low_bit = LowBitWeights(weights) if step_class.takes_low_bit else None
         self.checked = CheckedStep(model, step_class, self.graphs, low_bit)
         self.early_prefill = EarlyPrefill(self.checked, self.graphs, self.options.max_batch, self.options.max_length)
         self.proxy = CachingModelProxy(model)
