@@ -134,9 +134,10 @@ class Choices:
 
     def _kernels(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
         """Each kernel that may act in this work: its name, its first list, and the options that a preset passes."""
-        preset = "training" if self._kind is Kind.TRAINING else "inference"
+        trains = self._kind is Kind.TRAINING
+        preset = "training" if trains else "inference"
         for kernel in kernels().values():
-            if self._kind is Kind.TRAINING or not kernel.only_trains:
+            if not (kernel.never_trains if trains else kernel.only_trains):
                 yield kernel.name, next(iter(kernel.lists)), kernel.presets.get(preset, {})
 
     def _other_ways(self, key: str, request: Mapping[str, Any]) -> Iterator[tuple[str, Edit]]:

@@ -117,8 +117,7 @@ class Search:
                 changed = choices.edited(best.choice, what, edit)
                 if changed is not None:
                     best = self._better(changed, best, best)
-            if best is not start:
-                best = self._confirmed(best, stock)
+            best = self._confirmed(best, stock)
         self._time_compiled(stock, best)
         self._note(best, KEPT)
         return best
