@@ -148,10 +148,12 @@ def save_roofline(table: list[dict], bandwidth: float, arithmetic: float, path: 
 
 def main(arguments: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", type=torch.device)
-    parser.add_argument("--shapes", nargs="+", default=["2304x768", "768x3072", "32000x768"], help="outputs x inputs")
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16])
-    parser.add_argument("--out", type=Path, default=OUT, help="folder for what is written; default: %(default)s")
+    default = "default: %(default)s"
+    device, shapes = "cuda" if torch.cuda.is_available() else "cpu", ["2304x768", "768x3072", "32000x768"]
+    parser.add_argument("--device", default=device, type=torch.device, help=default)
+    parser.add_argument("--shapes", nargs="+", default=shapes, help=f"outputs x inputs; {default}")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16], help=default)
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder for what is written; {default}")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=options.out).close()  # raises now, not after the work, if it cannot be written
