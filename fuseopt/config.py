@@ -133,6 +133,8 @@ class GenerationOptions:
         max_graphs: number of captured steps kept, and on a GPU twice as many prompts. 0 captures none.
         weights: "int8" or "int4" to decode with quantised copies of the weights, or a dict of options; None for the
             model's own.
+        prefix_cache_mib: MiB of keys and values of prompts that are kept for later prompts that begin alike; 0 keeps
+            none.
     """
 
     enable: bool = True
@@ -140,6 +142,7 @@ class GenerationOptions:
     max_length: int | None = None
     max_graphs: int = 8
     weights: LowBitOptions | None = None
+    prefix_cache_mib: int = 0
 
 
 @dataclass(frozen=True)
@@ -285,6 +288,9 @@ def _generation(block: Mapping[str, Any]) -> GenerationOptions:
         max_length=None if length is None else count("generation.max_length", length, 1),
         max_graphs=count("generation.max_graphs", block.get("max_graphs", default.max_graphs), 0),
         weights=_low_bit(block.get("weights")),
+        prefix_cache_mib=count(
+            "generation.prefix_cache_mib", block.get("prefix_cache_mib", default.prefix_cache_mib), 0
+        ),
     )
 
 

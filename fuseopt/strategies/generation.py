@@ -55,7 +55,12 @@ class GenerationStrategy:
             return
         build = functools.partial(_build, model, step, config.generation)
         adapted = {path: module for path, module in model.named_modules() if lora.is_lora_linear(module)}
-        notes = (*((lora.described(adapted),) if adapted else ()), *_low_bit_notes(model, step, config.generation))
+        notes = (lora.described(adapted),) if adapted else ()
+        notes = (
+            *notes,
+            *_low_bit_notes(model, step, config.generation),
+            *_prefix_notes(model, step, config.generation),
+        )
         reason = "; ".join((_REASON, *notes))
         yield context.replacement((site,), "GenerationMixin", _TARGET, reason, build)
 
@@ -72,6 +77,19 @@ def _low_bit_notes(model: nn.Module, step: StepName, options: GenerationOptions)
     else:
         yield f"weights in {options.weights}: {step_class.low_bit_choice(model, options.weights)}"
         yield from options.weights.paths.unmatched((path for path, _ in model.named_modules()), "generation.weights")
+
+
+def _prefix_notes(model: nn.Module, step: StepName, options: GenerationOptions) -> Iterator[str]:
+    """Whether prompts that begin alike share keys and values, and why not."""
+    if not options.prefix_cache_mib:
+        return
+    step_class = decode_step_class(step)
+    if model.config.is_encoder_decoder:
+        yield "no prefix cache: each token of an encoder's output depends on all of its input"
+    elif not step_class.takes_prefix:
+        yield f"no prefix cache: {step_class.__name__} runs prompts from their first token on only"
+    else:
+        yield f"prefix cache of {options.prefix_cache_mib} MiB"
 
 
 def _libraries(index: ModelIndex) -> tuple[loader.Kind, ...]:

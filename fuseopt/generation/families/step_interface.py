@@ -75,6 +75,8 @@ class DecodeStep(Protocol):
         takes_lora: linear layers of the model may be inside LoRA layers of peft (`fuseopt.modules.lora`); those of them
             whose updates the step adds are its `lora_layers`.
         takes_low_bit: `low_bit_choice` and `quantize` are written, so weights may be in 8 or 4 bits.
+        takes_prefix: `prefill` of a decoder-only model runs prompts from slot `state.start` on, so that what is before
+            may come from a PrefixCache.
         token_embedding: [vocab, width], whose dtype and device tell whether the engine's kernels apply.
         shape: of the key-value cache, from which the engine makes a `DecodeState`.
         vocab: width of the logits.
@@ -90,6 +92,7 @@ class DecodeStep(Protocol):
     ignores_encoder_mask: ClassVar[bool] = False
     takes_lora: ClassVar[bool] = False
     takes_low_bit: ClassVar[bool] = False
+    takes_prefix: ClassVar[bool] = False
 
     lora_layers: Sequence[nn.Module] = ()
     token_embedding: Tensor
@@ -146,7 +149,8 @@ class DecodeStep(Protocol):
         `state.counters`.
 
         Args:
-            length: tokens a row to run, at least the prompts' length. The rest is padding that no token may attend to.
+            length: tokens a row to run, at least those of the prompts after slot `state.start`, which is 0 unless the
+                step `takes_prefix`. The rest is padding that no token may attend to.
             masked: whether `state.keep` excludes any token of the prompts.
         """
         ...

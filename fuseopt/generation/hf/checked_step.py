@@ -148,6 +148,17 @@ class CheckedStep:
     def _versions(self) -> tuple[Hashable, ...]:
         return () if self.low_bit is None else self.low_bit.versions()
 
+    def weight_versions(self) -> tuple[Hashable, ...] | None:
+        """Differs once a weight has been written to, or other adapters are active; None if that cannot be seen.
+
+        `check` finds other changes. Writing through `weight.data` changes no version.
+        """
+        found = self._fingerprint
+        assert found is not None, "there is a step"
+        if any(parameter.is_inference() for parameter in found.parameters):
+            return None
+        return (*(parameter._version for parameter in found.parameters), *found.lora.versions())
+
     def use_encoder(self, *, check_now: bool) -> str | None:
         """Prepares `encoder` for this call.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.families.step_interface import DecodeStep
 from fuseopt.generation.hf.saved_cache import SavedCache
 from fuseopt.generation.prompt.early_work import EarlyPrompt
-from fuseopt.generation.prompt.prompts import run_encoded, run_forward
+from fuseopt.generation.prompt.prompts import run_encoded, run_tokens
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Prefilled:
         pending: the first logits do not exist yet; a step on the prompt's only token has to compute them.
         has_ids: `state.ids` contains the prompt.
         was_early: the early prefill did all of this.
-        note: why the prompt was not captured in a CUDA graph; empty if it was.
+        note: why the prompt was not captured in a CUDA graph, and what the prefix cache did.
     """
 
     slots: int
@@ -68,7 +68,10 @@ def prefill(
         step.begin()
         prefilled = _by_the_model(model, state, input_ids, config, model_kwargs)
         step.cross_cache_filled(state)
-        return prefilled
+        unused = (
+            "" if graphs.prefixes is None else "the prefix cache was not used: the model's own forward ran the prompt"
+        )
+        return replace(prefilled, note=unused)
     if encodes:
         encoded, mask = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask")
         has_run = early is not None and early.state is state and early.inputs is encoded
@@ -93,8 +96,7 @@ def prefill(
         state.begin(length, keep, None if positions is None else positions[:, -1] + 1)
         early.copy_to(state)
         return Prefilled(length, note=early.note)
-    state.load_prompt(input_ids, keep, positions)
-    note = run_forward(step.prefill, graphs, state, state.sizes.rows, length, masked=keep is not None)
+    note = run_tokens(step, graphs, state, input_ids, keep, positions)
     return Prefilled(length, has_ids=True, note=note)
 
 
