@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 import fuseopt
-from fuseopt import apply, verify_inputs, verify_runs
+from fuseopt import apply, verify_inputs, verify_low_bit, verify_runs
 from fuseopt.config import Config
 from fuseopt.errors import InputsError, printable, shown
 from fuseopt.kernel_table import find_kernel
@@ -78,6 +79,7 @@ class Verification:
         ran: False if none of the replaced objects was called, so that stock was compared with itself.
         not_run: what the config asks for and nothing ran, and what was not compared, one line each.
         weights: how `generate()` quantises the weights, such as "int8"; "" if it does not.
+        low_bit: of the steps with quantised weights; None if no weights are quantised, or nothing was generated.
     """
 
     output: str
@@ -94,6 +96,7 @@ class Verification:
     ran: bool = True
     not_run: tuple[str, ...] = ()
     weights: str = ""
+    low_bit: verify_low_bit.LowBitVerification | None = None
 
     @property
     def ok(self) -> bool:
@@ -105,7 +108,9 @@ class Verification:
         for compared in (self._outputs, self.loss, self.gradient):
             if compared is not None and not compared.ok:
                 return f"{compared.name}: error {compared.fused_error:.1e}, allowed {compared.tolerance:.1e}"
-        return "other tokens" if self.tokens_count and self.tokens_agree is False else None
+        if self.tokens_count and self.tokens_agree is False:
+            return "other tokens"
+        return None if self.low_bit is None else self.low_bit.problem
 
     @property
     def _outputs(self) -> Comparison:
@@ -127,6 +132,8 @@ class Verification:
             ]
         quantised = f"; not required, as generate() decodes with weights in {self.weights}" if self.weights else ""
         lines.append(f"  tokens: {tokens}{quantised}")
+        if self.low_bit is not None:
+            lines.append(str(self.low_bit))
         return "\n".join((*lines, *(f"  not run: {printable(line)}" for line in self.not_run)))
 
 
@@ -182,7 +189,8 @@ def verify(
         with verify_runs.state_kept(model):
             references = References(model, given, train, verify_inputs.prompt(inputs), options)
             with fuseopt.fused(model, wanted):
-                return references.compared(model)
+                found, run = references.compared(model), references.low_bit_run(model)
+            return found if run is None else references.with_low_bit(found, model, run)
 
 
 class References:
@@ -245,8 +253,8 @@ class References:
         worst = _worst(outputs)
         dtype = next(iter(model.parameters()), next(iter(self._forward.stock.values()))).dtype
         report = fuseopt.report(model)
-        after = [change.after for change in applied.changes] if applied else []
-        weights = next(filter(None, (getattr(fused, "quantised", "") for fused in after)), "")
+        quantising = verify_low_bit.quantising_generate(model)
+        weights = "" if quantising is None else quantising.quantised
         return Verification(
             worst.name,
             worst.difference,
@@ -262,6 +270,28 @@ class References:
             ran=watch.saw_any,
             not_run=tuple(not_run),
             weights=weights,
+        )
+
+    def low_bit_run(self, model: nn.Module) -> verify_low_bit.StepRun | None:
+        """A call of generate() by `model`, which is fused now; None if its weights are not quantised."""
+        quantising = verify_low_bit.quantising_generate(model)
+        if quantising is None or self._generate is None:
+            return None
+        with verify_runs.evaluating(model):
+            return verify_low_bit.step_run(model, quantising, self._prompt, self._generate)
+
+    def with_low_bit(self, found: Verification, model: nn.Module, run: verify_low_bit.StepRun) -> Verification:
+        """`found` with what `low_bit_run` shows; `model` is stock again."""
+        if run.not_compared is not None:
+            line = f"logits with weights in {found.weights}: {run.not_compared}"
+            return replace(found, not_run=(*found.not_run, line))
+        with verify_runs.evaluating(model):
+            dequantised = _Reference(model, self._prompt, functools.partial(verify_low_bit.dequantised_logits, run))
+            (steps,) = dequantised.against({verify_low_bit.STEP_LOGITS: run.logits})
+            expected = verify_low_bit.forced_logits(model, self._prompt, run.tokens)
+        drift = verify_low_bit.Drift.between(expected, run.logits)
+        return replace(
+            found, low_bit=verify_low_bit.LowBitVerification(steps, verify_low_bit.rounding_error(run), drift)
         )
 
 
@@ -280,7 +310,9 @@ class _Reference:
 
     def compared(self, model: nn.Module, inputs: Mapping[str, Any]) -> list[Comparison]:
         """One run of `model`, compared tensor by tensor."""
-        fused = self._run(model, inputs)
+        return self.against(self._run(model, inputs))
+
+    def against(self, fused: verify_runs.Tensors) -> list[Comparison]:
         return [
             _compare(name, stock, fused.get(name), self._exact[name], self._tolerances[name])
             for name, stock in self.stock.items()

@@ -37,7 +37,7 @@ LAYERS = (
     {"blocks", "training"},
     {"generation", "models", "model_index", "plan", "apply"},
     {"strategies"},
-    {"__init__", "verify", "verify_inputs", "verify_runs", "verify_watch", "auto", "extend"},
+    {"__init__", "verify", "verify_inputs", "verify_low_bit", "verify_runs", "verify_watch", "auto", "extend"},
     {"bench", "cli", "__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -122,15 +122,12 @@ def add_generate(parser: Any) -> None:
     parser.add_argument(
         "--families", action="store_true", help="one row for each family with a decode step, instead of --model"
     )
-    parser.add_argument("--batch", nargs="+", type=positive, metavar="ROWS", help="prompts per call; default: 1")
+    _add_sizes(parser)
     for option, metavar, what in (
-        ("--prompt", "TOKENS", "tokens per prompt; default: 128"),
-        ("--new", "TOKENS", "new tokens per row; default: 128"),
         ("--beams", "N", "beams; default: 1, which is greedy or sampled decoding"),
         ("--ngram", "TOKENS", "no_repeat_ngram_size, the length of n-grams that may not repeat; default: no ban"),
     ):
         parser.add_argument(option, type=positive, metavar=metavar, help=what)
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: bfloat16, on a CPU float32")
     parser.add_argument("--sample", action="store_true", help="sample, with one seed for all calls; default: greedy")
     parser.add_argument(
         "--eos", action="store_true", help="have an EOS token, which random weights hardly ever choose; default: none"
@@ -142,6 +139,27 @@ def add_generate(parser: Any) -> None:
             metavar="X",
             help=f"generate()'s argument, for --sample; default: {option[2:]} is not set",
         )
+
+
+def add_low_bit(parser: Any) -> None:
+    add_models(
+        parser, "GPT-2 and T5 (on a GPU larger ones and Llama) and the checkpoints; the sizes below need a model"
+    )
+    _add_sizes(parser)
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        metavar="DIR",
+        help="a folder of model folders, held-out.txt and prompts.txt; default: examples/checkpoints, as in a clone",
+    )
+
+
+def _add_sizes(parser: Any) -> None:
+    """Sizes of `generate()` calls."""
+    parser.add_argument("--batch", nargs="+", type=positive, metavar="ROWS", help="prompts per call; default: 1")
+    parser.add_argument("--prompt", type=positive, metavar="TOKENS", help="tokens per prompt; default: 128")
+    parser.add_argument("--new", type=positive, metavar="TOKENS", help="new tokens per row; default: 128")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: bfloat16, on a CPU float32")
 
 
 def add_training(parser: Any) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 _Add = Callable[[Any], None]
+_LOW_BIT = "the decode loop unquantised, in int8, and in int4 with groups of 128 and 32"
 
 
 def add_benchmarks(commands: Any) -> None:
@@ -55,6 +56,16 @@ def add_benchmarks(commands: Any) -> None:
             (command_options.add_generate, _add_generate, generation),
         ),
         (
+            "low-bit",
+            "generate() with weights in 8 or 4 bits, and how well checkpoints with such weights predict texts",
+            _bench_low_bit,
+            (
+                command_options.add_low_bit,
+                _add_static,
+                functools.partial(command_options.add_configs, default=_LOW_BIT),
+            ),
+        ),
+        (
             "kernels",
             "each kernel of a decode step, on a GPU",
             _bench_kernels,
@@ -86,7 +97,8 @@ def add_benchmarks(commands: Any) -> None:
         ("capacity", "the largest batch of a training step that fits on the GPU", _bench_capacity, (*sized, *step)),
     )
     for name, what, run, add in described:
-        benchmark = benchmarks.add_parser(name, help=what, description=f"Measures {what}. Weights are random.")
+        weights = "Weights are random, but for checkpoints." if name == "low-bit" else "Weights are random."
+        benchmark = benchmarks.add_parser(name, help=what, description=f"Measures {what}. {weights}")
         for options in (*add, command_options.add_results):
             options(benchmark)
         benchmark.set_defaults(run=run)
@@ -105,7 +117,7 @@ def add_tune(commands: Any) -> None:
     tune.set_defaults(run=_bench_tune)
 
 
-def _add_generate(parser: Any) -> None:
+def _add_static(parser: Any) -> None:
     command_options.add_compile(parser, "transformers' static cache with torch.compile")
     parser.add_argument(
         "--compile-seconds",
@@ -114,6 +126,10 @@ def _add_generate(parser: Any) -> None:
         metavar="N",
         help="a call of torch.compile that takes longer than so many seconds is not timed; default: 60",
     )
+
+
+def _add_generate(parser: Any) -> None:
+    _add_static(parser)
     parser.add_argument(
         "--first-call", action="store_true", help="time the first call of a fresh process too, for each row and system"
     )
@@ -204,6 +220,22 @@ def _bench_generate(arguments: argparse.Namespace) -> int:
     compile = {"compile": arguments.compile, "compile_seconds": arguments.compile_seconds}
     run = functools.partial(generate.run, **options, **compile, first_calls=arguments.first_call)
     return _bench(arguments, run)
+
+
+def _bench_low_bit(arguments: argparse.Namespace) -> int:
+    from fuseopt.bench.harness.generate_rows import Row
+    from fuseopt.bench.suites import low_bit
+
+    sizes = {name: value for name in ("prompt", "new") if (value := getattr(arguments, name)) is not None}
+    if not arguments.model and (sizes or arguments.batch):
+        raise ConfigError("--batch, --prompt, --new: also name a model, such as --model gpt2")
+    options = {
+        "rows": [Row(model, batch, **sizes) for model in arguments.model for batch in arguments.batch or [1]],
+        "dtype": arguments.dtype and getattr(torch, arguments.dtype),
+        "configs": _configs(arguments.config) or None,
+        **{name: getattr(arguments, name) for name in ("compile", "compile_seconds", "checkpoints")},
+    }
+    return _bench(arguments, functools.partial(low_bit.run, **options))
 
 
 def _bench_kernels(arguments: argparse.Namespace) -> int:

@@ -56,6 +56,10 @@ class Record:
         kernel_us: median time from a kernel's start to its end. Kernels may overlap.
         share: share of all profiled time.
         largest_batch: rows of the largest batch that was tried and fits.
+        weights_mib: memory of the parameters and of quantised copies of them.
+        kl: divergence of the next token's distribution from stock's over a text, in nats a token.
+        same_top: share of the text's tokens whose most probable prediction is stock's.
+        perplexity: of the text.
     """
 
     case: str
@@ -81,6 +85,10 @@ class Record:
     kernel_us: float | None = None
     share: float | None = None
     largest_batch: int | None = None
+    weights_mib: float | None = None
+    kl: float | None = None
+    same_top: float | None = None
+    perplexity: float | None = None
 
     @classmethod
     def of(cls, case: str, variant: str, timing: Timing, baseline: Timing | None, **others: Any) -> Record:
@@ -247,6 +255,10 @@ def _columns(rows: Sequence[Record], unit: str, on_gpu: bool) -> dict[str, list[
         "first s": [_number(row.first_seconds) for row in rows],
         "speed-up": [_speed_up(row) for row in rows],
         "over static cache": [_over_static_cache(row, rows) for row in rows],
+        "weights MiB": [_number(row.weights_mib) for row in rows],
+        "KL": [_number(row.kl) for row in rows],
+        "same top": ["" if row.same_top is None else f"{row.same_top:.3f}" for row in rows],
+        "perplexity": ["" if row.perplexity is None else f"{row.perplexity:.4g}" for row in rows],
         "peak MiB": ["" if row.peak_mib is None or row.tokens else f"{row.peak_mib:.0f}" for row in rows],
         "peak GiB": [f"{row.peak_mib / 1024:.2f}" if row.peak_mib is not None and row.tokens else "" for row in rows],
         "difference": ["; ".join(filter(None, (row.difference, row.note))) for row in rows],
@@ -295,7 +307,7 @@ def _behind(row: Record, rows: Sequence[Record]) -> str:
 
 def _time(row: Record, unit: str) -> str:
     if row.milliseconds is None:
-        return "not run"
+        return "not run" if row.perplexity is None else ""
     return _number(_in(unit, row.milliseconds[1], "ms"))
 
 

@@ -6,12 +6,13 @@ import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from fuseopt.config import LowBitOptions
 from fuseopt.generation.engine.layers import Linear
-from fuseopt.ops.low_bit import LowBitWeight, not_quantised_reason, quantize
+from fuseopt.ops.low_bit import LowBitWeight, dequantize, not_quantised_reason, quantize
 from fuseopt.runtime.announcements import announce, is_bar_disabled
 
 
@@ -76,17 +77,41 @@ def _reason(layer: Linear, paths: Sequence[str], options: LowBitOptions) -> str 
     return next(filter(None, found), None)
 
 
+class QuantisedModule(NamedTuple):
+    """A linear layer of the model that is quantised.
+
+    Attributes:
+        path: of the module.
+        weights: [N, K] each, which together are the module's weight.
+        low_bit: what each is quantised to.
+        is_transposed: the module's weight is [K, N], as Conv1D has it.
+    """
+
+    path: str
+    weights: tuple[Tensor, ...]
+    low_bit: tuple[LowBitWeight, ...]
+    is_transposed: bool
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """The module's weight as the steps read it, in a new tensor."""
+        weight = torch.cat([dequantize(part, dtype) for part in self.low_bit])
+        return weight.T.contiguous() if self.is_transposed else weight
+
+
 class LowBitWeights:
     """The quantised weights of one model's decode step. A weight that has not changed is not quantised again.
 
     A change is seen by a weight's address and version: writing through `weight.data` changes neither.
+
+    Attributes:
+        unquantised_bytes: of the weights that are quantised, each counted once.
     """
 
     def __init__(self, options: LowBitOptions) -> None:
         self.options = options
         self._made: dict[Hashable, LowBitWeight] = {}
         self._choice = LowBitChoice((), (), {})
-        self._unquantised_bytes = 0
+        self.unquantised_bytes = 0
 
     def put_into(self, choice: LowBitChoice) -> None:
         """Sets `low_bit` of the layers of `choice`."""
@@ -103,13 +128,27 @@ class LowBitWeights:
         for layer in choice.layers:
             layer.low_bit = tuple(made[_key(weight)] for weight in layer.weights)
         count = len(made.keys() - before.keys())
-        self._made, self._choice, self._unquantised_bytes = made, choice, sum(unquantised.values())
+        self._made, self._choice, self.unquantised_bytes = made, choice, sum(unquantised.values())
         if count:
             announce(f"quantised {count} weights to {options} in {time.perf_counter() - begin:.1f} s")
 
     def versions(self) -> tuple[Hashable, ...]:
         """Differs once a quantised weight has been written to."""
         return tuple(_version(weight) for layer in self._choice.layers for weight in layer.weights)
+
+    def modules(self) -> Iterator[QuantisedModule]:
+        names = iter(self._choice.names)
+        for layer in self._choice.layers:
+            share = len(layer.weights) // len(layer.sources)
+            for index, source in enumerate(layer.sources):
+                parts = slice(index * share, (index + 1) * share)
+                weights = layer.weights[parts]
+                is_transposed = weights[0].stride() != source.weight.stride()
+                yield QuantisedModule(next(names), weights, layer.low_bit[parts], is_transposed)
+
+    @property
+    def quantised_bytes(self) -> int:
+        return sum(low.nbytes for low in self._made.values())
 
     @property
     def made_as(self) -> str:
@@ -119,10 +158,9 @@ class LowBitWeights:
     def report_lines(self) -> Iterator[str]:
         if not self._made:
             return
-        quantised = sum(low.nbytes for low in self._made.values())
         yield (
-            f"weights in {self.options}: {self._choice}; {quantised / 2**20:.1f} MiB, beside "
-            f"{self._unquantised_bytes / 2**20:.1f} MiB unquantised"
+            f"weights in {self.options}: {self._choice}; {self.quantised_bytes / 2**20:.1f} MiB, beside "
+            f"{self.unquantised_bytes / 2**20:.1f} MiB unquantised"
         )
 
 

@@ -123,6 +123,7 @@ class SpecStep(DecodeStep):
 
     def quantize(self, model: nn.Module, weights: LowBitWeights) -> None:
         weights.put_into(_low_bit_choice(model, self.spec, weights.options))
+        self.is_quantised = bool(weights.made_as)
         self._plan_l2_prefetch(self.layers)
 
     def new_state(self, sizes: Sizes) -> DecodeState:

@@ -77,6 +77,7 @@ class DecodeStep(Protocol):
         takes_low_bit: `low_bit_choice` and `quantize` are written, so weights may be in 8 or 4 bits.
         takes_prefix: `prefill` of a decoder-only model runs prompts from slot `state.start` on, so that what is before
             may come from a PrefixCache.
+        is_quantised: `quantize` has found weights to quantise.
         token_embedding: [vocab, width], whose dtype and device tell whether the engine's kernels apply.
         shape: of the key-value cache, from which the engine makes a `DecodeState`.
         vocab: width of the logits.
@@ -95,6 +96,7 @@ class DecodeStep(Protocol):
     takes_prefix: ClassVar[bool] = False
 
     lora_layers: Sequence[nn.Module] = ()
+    is_quantised: bool = False
     token_embedding: Tensor
     shape: CacheShape
     vocab: int

@@ -15,7 +15,9 @@ from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.families.step_interface import DecodeStep
 from fuseopt.generation.hf.saved_cache import SavedCache
 from fuseopt.generation.prompt.early_work import EarlyPrompt
-from fuseopt.generation.prompt.prompts import run_encoded, run_tokens
+from fuseopt.generation.prompt.prompts import joined_notes, run_encoded, run_tokens
+
+UNQUANTISED_PROMPT = "the model's own forward ran the prompt, with unquantised weights"
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Prefilled:
         pending: the first logits do not exist yet; a step on the prompt's only token has to compute them.
         has_ids: `state.ids` contains the prompt.
         was_early: the early prefill did all of this.
-        note: why the prompt was not captured in a CUDA graph, and what the prefix cache did.
+        note: why the prompt was not captured in a CUDA graph, `UNQUANTISED_PROMPT`, what the prefix cache did.
     """
 
     slots: int
@@ -66,12 +68,13 @@ def prefill(
         keep = None
     if not is_token_prompt(step, model, input_ids, config, model_kwargs) or (keep is not None and length == 1):
         step.begin()
-        prefilled = _by_the_model(model, state, input_ids, config, model_kwargs)
+        notes = [UNQUANTISED_PROMPT] if step.is_quantised else []
+        if graphs.prefixes is not None:
+            notes.append("the prefix cache was not used: the model's own forward ran the prompt")
+        note = joined_notes(*notes)
+        prefilled = replace(_by_the_model(model, state, input_ids, config, model_kwargs), note=note)
         step.cross_cache_filled(state)
-        unused = (
-            "" if graphs.prefixes is None else "the prefix cache was not used: the model's own forward ran the prompt"
-        )
-        return replace(prefilled, note=unused)
+        return prefilled
     if encodes:
         encoded, mask = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask")
         has_run = early is not None and early.state is state and early.inputs is encoded

@@ -1,0 +1,58 @@
+"""Copies of models whose linear layers torchao has quantised, weight-only."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from fuseopt.bench.harness.workloads import parameter_sharing_copy
+
+GROUP = 128
+NOT_INSTALLED = "torchao is not installed"
+
+
+def quantised(model: nn.Module, bits: int) -> nn.Module | str:
+    """A copy with weights in 8 or 4 bits that shares the other Parameters; or why there is none.
+
+    torchao quantises `torch.nn.Linear`, and so of GPT-2 only the head.
+
+    Args:
+        bits: 8, a scale an output; or 4, a scale for `GROUP` inputs.
+    """
+    if importlib.util.find_spec("torchao") is None:
+        return NOT_INSTALLED
+    library = importlib.import_module("torchao.quantization")
+    twin = parameter_sharing_copy(model)
+    try:
+        if bits == 8:
+            config = library.Int8WeightOnlyConfig()
+        else:
+            on_gpu = next(model.parameters()).is_cuda
+            packing = {"int4_packing_format": "tile_packed_to_4d"} if on_gpu else {}
+            config = library.Int4WeightOnlyConfig(group_size=GROUP, **packing)
+        library.quantize_(twin, config, filter_fn=functools.partial(_is_taken, bits))
+    except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return f"torchao cannot: {str(error).splitlines()[0]}"
+    return twin
+
+
+def _is_taken(bits: int, module: nn.Module, path: str) -> bool:
+    is_divided = isinstance(module, nn.Linear) and (bits == 8 or module.in_features % GROUP == 0)
+    return is_divided and not path.startswith("encoder.")
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters, each counted once; of a quantised one those of the tensors that it holds."""
+    return sum(tensor.nbytes for parameter in model.parameters() for tensor in _held(parameter))
+
+
+def _held(tensor: Tensor) -> Iterator[Tensor]:
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _held(getattr(tensor, name))

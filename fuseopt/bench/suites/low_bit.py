@@ -1,0 +1,233 @@
+"""`fuseopt bench low-bit`: generate() with weights in 8 or 4 bits, and how well such models predict texts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+from fuseopt.bench.harness import torchao_weights
+from fuseopt.bench.harness.architectures import saved_model
+from fuseopt.bench.harness.bytes_floor import cache_bytes, read_bandwidth, weight_bytes
+from fuseopt.bench.harness.generate_rows import GENERATION, Row
+from fuseopt.bench.harness.measure import against_stock, measure
+from fuseopt.bench.harness.records import STATIC, STOCK, Record, Results
+from fuseopt.bench.harness.workloads import FusionConfig, dtype_name, fuse, limited, parameter_sharing_copy
+from fuseopt.bench.suites.demo import default_checkpoints
+from fuseopt.generation.generate import FusedGenerate
+from fuseopt.generation.tiers import Tier
+from fuseopt.runtime.timer import Call
+from fuseopt.verify_low_bit import Drift, forced_logits, quantising_generate
+
+CONFIGS: Mapping[str, FusionConfig] = {
+    "generation": GENERATION,
+    "int8": {"generation": {"weights": "int8"}},
+    "int4, groups of 128": {"generation": {"weights": "int4"}},
+    "int4, groups of 32": {"generation": {"weights": {"bits": 4, "group": 32}}},
+}
+TORCHAO = {f"torchao int{bits} weights": bits for bits in (8, 4)}
+CPU_ROWS = (Row("gpt2", 1, prompt=32, new=32), Row("t5-base", 1, prompt=32, new=32))
+GPU_ROWS = (Row("llama-3.2-1b", 1), Row("gpt2-xl", 1), Row("t5-large", 1))
+CHECKPOINT_SIZES: Mapping[str, Any] = {"batch": 1, "prompt": 32, "new": 32}
+TEXTS = ("held-out.txt", "prompts.txt")
+"""Beside the checkpoints: one that none of them was trained on, and one that they were."""
+# Tokens at the beginning of a line of a text: the prompt, and those after it, which are compared.
+_PROMPT, _COMPARED = 8, 16
+# Steps of more than 64 rows would dequantise the weights.
+_MOST_LINES = 48
+_ROUNDS = 5
+
+
+def run(
+    *,
+    device: torch.device,
+    rows: Sequence[Row] = (),
+    dtype: torch.dtype | None = None,
+    configs: Mapping[str, FusionConfig] | None = None,
+    compile: bool | None = None,
+    compile_seconds: float = 60.0,
+    checkpoints: Path | None = None,
+) -> Results:
+    """Times whole calls per new token, and measures models with saved weights on `TEXTS`.
+
+    Args:
+        rows: `GPU_ROWS` or `CPU_ROWS` and the checkpoints by default.
+        dtype: of rows that name none; bfloat16 by default, float32 on a CPU.
+        configs: `CONFIGS` by default.
+        compile: also time stock and torchao's weights with transformers' static cache and torch.compile, which is the
+            default on a GPU.
+        compile_seconds: a call that takes longer, which it does to compile, is not timed.
+        checkpoints: a folder of checkpoint folders and `TEXTS`; by default examples/checkpoints, here or in the clone.
+
+    Raises:
+        ConfigError: a model is no architecture by name, folder with a config.json or model id.
+    """
+    on_gpu = device.type == "cuda"
+    dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
+    checkpoints = checkpoints or default_checkpoints()
+    if not rows:
+        folders = sorted(path.parent for path in checkpoints.glob("*/config.json"))
+        saved = (Row(str(folder), **CHECKPOINT_SIZES) for folder in folders)
+        rows = (*(GPU_ROWS if on_gpu else CPU_ROWS), *saved)
+    compiling = (on_gpu if compile is None else compile) and compile_seconds
+    texts = [path for name in TEXTS if (path := checkpoints / name).is_file()]
+    cases: list[_Times | _Text] = []
+    for row in rows:
+        ways = _Ways(row, row.dtype_in(dtype), device, CONFIGS if configs is None else configs)
+        cases += [_Times(ways, compiling or None), *(_Text(ways, path) for path in texts if ways.is_trained)]
+    bandwidth = read_bandwidth(device)
+    return Results.measured_here("low-bit", measure(cases, lambda case: case.records(bandwidth)), unit="us")
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """A model in every way that is compared."""
+
+    row: Row
+    dtype: torch.dtype
+    device: torch.device
+    configs: Mapping[str, FusionConfig]
+
+    @property
+    def name(self) -> str:
+        """Of the model, without the folder that it is in."""
+        return Path(self.row.model).name
+
+    @functools.cached_property
+    def is_trained(self) -> bool:
+        return Path(self.row.model, "tokenizer.json").is_file() and self._saved is not None
+
+    @functools.cached_property
+    def _saved(self) -> nn.Module | None:
+        return saved_model(self.row.model, self.device, self.dtype)
+
+    @functools.cached_property
+    def models(self) -> Mapping[str, nn.Module | str]:
+        """By name, stock first; or why there is none."""
+        stock = self.row.random_model(self.device, self.dtype) if self._saved is None else self._saved
+        models: dict[str, nn.Module | str] = {STOCK: stock}
+        for name, config in self.configs.items():
+            twin = parameter_sharing_copy(stock)
+            label, unmet = fuse(twin, name, config)
+            models[label] = unmet or twin
+        for name, bits in TORCHAO.items():
+            models[name] = torchao_weights.quantised(stock, bits)
+        return models
+
+
+@dataclass(frozen=True)
+class _Times:
+    """The times of a row: a Case.
+
+    Attributes:
+        compile_seconds: with the static cache and torch.compile too, if they take no longer; None without them.
+    """
+
+    ways: _Ways
+    compile_seconds: float | None
+    rounds: int = _ROUNDS
+    calls_per_sample: int = 1
+    warm_up: int = 1
+
+    @property
+    def name(self) -> str:
+        return replace(self.ways.row, model=self.ways.name).name(self.ways.dtype)
+
+    @property
+    def steps(self) -> int:
+        return self.ways.row.new
+
+    def calls(self) -> Mapping[str, Call | str]:
+        row, device = self.ways.row, self.ways.device
+        work = row.work(device, row.new)
+        calls: dict[str, Call | str] = {}
+        for name, model in self.ways.models.items():
+            calls[name] = model if isinstance(model, str) else functools.partial(work, model)
+            if self.compile_seconds is not None and name in (STOCK, *TORCHAO) and isinstance(model, nn.Module):
+                static = limited(row.work(device, row.new, static_cache=True), self.compile_seconds)
+                compiled = STATIC if name == STOCK else f"{name}, {STATIC}"
+                calls[compiled] = functools.partial(static, parameter_sharing_copy(model))
+        return calls
+
+    def records(self, bandwidth: float) -> Iterator[Record]:
+        row, models = self.ways.row, self.ways.models
+        stock = models[STOCK]
+        assert isinstance(stock, nn.Module)
+        cache = cache_bytes(stock, row.batch, row.beams, row.prompt, row.new)
+        for record in against_stock(self, self.ways.device):
+            model = models.get(record.variant.removesuffix(f", {STATIC}"), stock)
+            if record.milliseconds is None or isinstance(model, str):
+                yield record
+                continue
+            quantised, unquantised = _quantised_bytes(model)
+            read = weight_bytes(stock) - unquantised + quantised + cache
+            is_torchao = record.variant.startswith(tuple(TORCHAO))
+            yield replace(
+                record,
+                tokens=row.batch,
+                weights_mib=(torchao_weights.stored_bytes(model) + quantised) / 2**20,
+                bytes=None if is_torchao else read,
+                of_floor=None if is_torchao else read / bandwidth / record.milliseconds[1] * 1e3,
+                note=_note(model) or record.note,
+            )
+
+
+@dataclass(frozen=True)
+class _Text:
+    """How probable each way of a model finds the lines of a text, and how far from stock's its predictions are."""
+
+    ways: _Ways
+    text: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.ways.name} predicts {self.text.name}, {dtype_name(self.ways.dtype)}"
+
+    def records(self, bandwidth: float) -> Iterator[Record]:
+        tokenizer = AutoTokenizer.from_pretrained(self.ways.row.model, local_files_only=True)
+        lines = self.text.read_text(encoding="utf-8").splitlines()
+        ids = [line[: _PROMPT + _COMPARED] for line in tokenizer(lines, add_special_tokens=False)["input_ids"]]
+        long = [line for line in ids if len(line) == _PROMPT + _COMPARED]
+        rows = torch.tensor(long[:_MOST_LINES], device=self.ways.device)
+        expected: Tensor | None = None
+        for name, model in self.ways.models.items():
+            if isinstance(model, str):
+                yield Record(self.name, name, note=model)
+                continue
+            logits, tokens = _logits(model, rows[:, :_PROMPT], rows[:, _PROMPT:]), rows[:, _PROMPT:, None]
+            own = -logits.double().log_softmax(-1).gather(-1, tokens).mean()
+            found = Record(self.name, name, perplexity=own.exp().item())
+            if expected is None:
+                expected = logits
+                yield found
+                continue
+            drift = Drift.between(expected, logits)
+            yield replace(found, kl=drift.kl, same_top=drift.same_top, note=_note(model))
+
+
+def _logits(model: nn.Module, prompt: Tensor, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        return forced_logits(model, {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}, tokens)
+
+
+def _quantised_bytes(model: nn.Module) -> tuple[int, int]:
+    """Bytes of a fused model's quantised weights, and of those that they were made from."""
+    generate = quantising_generate(model)
+    weights = None if generate is None else generate.checked.low_bit
+    return (0, 0) if weights is None else (weights.quantised_bytes, weights.unquantised_bytes)
+
+
+def _note(model: nn.Module) -> str | None:
+    """Why the last call of a fused model did not do what its config asks for; None if it did."""
+    generate: Any = model.generate
+    if not isinstance(generate, FusedGenerate):
+        return None
+    if generate.calls[-1].tier is Tier.STOCK:
+        return f"transformers decoded: {generate.calls[-1].reason}"
+    return "no weights were quantised" if generate.options.weights is not None and not generate.quantised else None

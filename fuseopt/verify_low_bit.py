@@ -1,0 +1,205 @@
+"""How `verify` compares decode steps with weights in 8 or 4 bits: with dequantised weights, and with the model's."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fuseopt import apply
+from fuseopt.ops.low_bit import LowBitWeight, dequantize
+from fuseopt.verify_inputs import DEFAULT_TOKENS
+from fuseopt.verify_runs import Tensors
+
+if TYPE_CHECKING:
+    from fuseopt.generation.engine.low_bit import QuantisedModule
+    from fuseopt.generation.generate import FusedGenerate
+    from fuseopt.verify import Comparison
+
+STEP_LOGITS = "logits of generate()"
+_LENGTHS = ("max_new_tokens", "max_length")
+MOST_HALF_STEPS = 1.05
+"""The largest `rounding_error` allowed: 1, and 5% for scales that are rounded to half precision."""
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far one model's next-token distributions are from another's, over the same tokens.
+
+    Attributes:
+        kl: Kullback-Leibler divergence from the other model's distribution to this one's, mean over tokens, in nats.
+        same_top: share of the tokens for which both models have the same most probable one.
+        tokens: how many were compared.
+    """
+
+    kl: float
+    same_top: float
+    tokens: int
+
+    @classmethod
+    def between(cls, expected: Tensor, found: Tensor) -> Drift:
+        """Of logits [rows, tokens, vocab]."""
+        wanted, own = (logits.double().log_softmax(-1) for logits in (expected, found))
+        kl = torch.where(wanted.isneginf(), 0.0, wanted.exp() * (wanted - own)).sum(-1)
+        same = expected.argmax(-1) == found.argmax(-1)
+        return cls(kl.mean().item(), same.double().mean().item(), same.numel())
+
+    def __str__(self) -> str:
+        agreed = round(self.same_top * self.tokens)
+        return f"KL divergence {self.kl:.1e} nats a token, the same most probable token for {agreed} of {self.tokens}"
+
+
+@dataclass(frozen=True)
+class LowBitVerification:
+    """Decode steps with weights in 8 or 4 bits: what the steps round, and what quantising the weights changes.
+
+    Attributes:
+        steps: logits of generate() beside a stock model with the dequantised weights.
+        rounding: the largest error of the quantised weights, see `rounding_error`.
+        drift: of the steps' distributions from those of the model's own weights.
+    """
+
+    steps: Comparison
+    rounding: float
+    drift: Drift
+
+    @property
+    def problem(self) -> str | None:
+        """As `Verification.problem`."""
+        if not self.steps.ok:
+            return f"{self.steps.name}: error {self.steps.fused_error:.1e}, allowed {self.steps.tolerance:.1e}"
+        if self.rounding > MOST_HALF_STEPS:
+            return f"quantised weights: off by {self.rounding:.2f} half steps, allowed {MOST_HALF_STEPS}"
+        return None
+
+    def __str__(self) -> str:
+        return (
+            f"  steps with the dequantised weights, error against float64: {self.steps}\n"
+            f"  quantised weights: off by {self.rounding:.2f} half steps at most, allowed "
+            f"{MOST_HALF_STEPS}\n"
+            f"  what quantising changes: {self.drift}"
+        )
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """A greedy generate() of the fused model.
+
+    Attributes:
+        tokens: [rows, new] int64.
+        logits: [rows, new, vocab].
+        modules: what was quantised.
+        not_compared: why the logits are not those of quantised weights alone; None if they are.
+    """
+
+    tokens: Tensor
+    logits: Tensor
+    modules: Sequence[QuantisedModule]
+    not_compared: str | None
+
+
+def quantising_generate(model: nn.Module) -> FusedGenerate | None:
+    """That of a fused model, if it has quantised weights."""
+    applied = apply.applied_to(model)
+    after = (change.after for change in applied.changes) if applied is not None else ()
+    return next((fused for fused in after if getattr(fused, "quantised", "")), None)
+
+
+def step_run(
+    model: nn.Module, generate: FusedGenerate, prompt: Mapping[str, Any], options: Mapping[str, Any]
+) -> StepRun:
+    """Runs the fused model.
+
+    Args:
+        generate: of the model, with quantised weights.
+        prompt: keyword arguments of `generate()`.
+        options: further ones, of which the number of tokens is taken.
+    """
+    from fuseopt.generation.prompt.prefill import UNQUANTISED_PROMPT
+
+    low_bit = generate.checked.low_bit
+    assert low_bit is not None
+    lengths = {name: options[name] for name in _LENGTHS if name in options}
+    tokens, logits = greedy(model, prompt, lengths or {"max_new_tokens": DEFAULT_TOKENS})
+    call = generate.calls[-1]
+    reason = call.reason if call.tier.value == "T2" else UNQUANTISED_PROMPT if UNQUANTISED_PROMPT in call.note else None
+    return StepRun(tokens, logits, tuple(low_bit.modules()), reason)
+
+
+def greedy(
+    model: nn.Module, prompt: Mapping[str, Any], lengths: Mapping[str, int], forced: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """New tokens [rows, new] of a greedy `generate()`, and their logits [rows, new, vocab] before any processor.
+
+    Args:
+        forced: tokens [rows, new] to take in place of the most probable ones.
+    """
+    processors = {} if forced is None else {"logits_processor": [Forced(forced)]}
+    found = model.generate(  # type: ignore[operator]
+        **prompt,
+        **lengths,
+        **processors,
+        do_sample=False,
+        num_beams=1,
+        num_return_sequences=1,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return found.sequences[:, -len(found.logits) :], torch.stack(found.logits, 1)
+
+
+class Forced:
+    """A logits processor that leaves one token a step.
+
+    Args:
+        tokens: [rows, steps] int64.
+    """
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._left = iter(tokens.unbind(1))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.full_like(scores, -torch.inf).scatter_(1, next(self._left)[:, None], 0.0)
+
+
+def forced_logits(model: nn.Module, prompt: Mapping[str, Any], tokens: Tensor) -> Tensor:
+    """Logits [rows, new, vocab] of `generate()` that is made to generate `tokens` [rows, new]."""
+    return greedy(model, prompt, {"max_new_tokens": tokens.shape[1]}, tokens)[1]
+
+
+def dequantised_logits(run: StepRun, model: nn.Module, prompt: Mapping[str, Any]) -> Tensors:
+    """What `run` has to find: by the stock forward of `model`, in its dtype, with the dequantised weights."""
+    twin = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    for module in run.modules:
+        target = twin.get_submodule(module.path)
+        weight = module.dequantised(target.weight.dtype)  # type: ignore[arg-type]
+        target.weight = nn.Parameter(weight, requires_grad=False)
+    return {STEP_LOGITS: forced_logits(twin, prompt, run.tokens)}
+
+
+def rounding_error(run: StepRun) -> float:
+    """The largest root-mean-square error of weights that share a scale, in half steps of a scale that clips nothing.
+
+    A step is the distance between neighbouring values. Rounding to nearest with that scale errs by half a step at most,
+    and `quantize` takes another only where it errs less, so that more than `MOST_HALF_STEPS` is a fault.
+    """
+    parts = (part for module in run.modules for part in zip(module.weights, module.low_bit, strict=True))
+    return max((_half_steps(*part) for part in parts), default=0.0)
+
+
+def _half_steps(weight: Tensor, low: LowBitWeight) -> float:
+    groups = weight.detach().float().unflatten(1, (-1, low.group))
+    errors = dequantize(low).unflatten(1, (-1, low.group)) - groups
+    if low.zeros is None:
+        step = groups.abs().amax(-1) / (127 if low.bits == 8 else 7)
+    else:
+        step = (groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)) / 15
+    # A scale has no finer steps than its dtype.
+    half = (step / 2).clamp(min=torch.finfo(low.scales.dtype).smallest_normal)
+    found = errors.square().mean(-1).sqrt() / half
+    return torch.where(half.isfinite(), found, 0.0).nan_to_num(nan=math.inf).max().item()

@@ -1,0 +1,146 @@
+"""bench low-bit: quantised steps beside stock and torchao, with their bytes, and what they change in a text."""
+
+import math
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fuseopt.bench.harness import torchao_weights
+from fuseopt.bench.harness.bytes_floor import cache_bytes, weight_bytes
+from fuseopt.bench.harness.generate_rows import Row
+from fuseopt.bench.suites import low_bit
+from fuseopt.bench.suites.demo import default_checkpoints
+from fuseopt.cli import main
+
+CPU = torch.device("cpu")
+SIZES = {"prompt": 5, "new": 3}
+INT8 = {"int8": {"generation": {"weights": "int8"}}}
+
+
+@pytest.fixture
+def torchao(monkeypatch):
+    """A library of that name that rounds the weights it is given, in place; which those were."""
+    seen = {}
+
+    def quantize_(model, config, filter_fn):
+        if config == "unsupported":
+            raise ImportError("Requires mslk >= 1.0.0\nand more")
+        for path, module in model.named_modules():
+            if filter_fn(module, path):
+                module.weight = nn.Parameter(module.weight.detach().round(decimals=3))
+                seen[path] = module
+
+    library = types.ModuleType("torchao.quantization")
+    library.quantize_ = quantize_
+    library.Int8WeightOnlyConfig = lambda: "int8"
+    library.Int4WeightOnlyConfig = lambda group_size: "unsupported"
+    package = types.ModuleType("torchao")
+    package.__spec__ = object()
+    monkeypatch.setitem(sys.modules, "torchao", package)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", library)
+    return seen
+
+
+def of(results, variant):
+    return next(row for row in results.rows if row.variant.split(" [")[0] == variant)
+
+
+def test_a_model_is_timed_in_each_way(torchao, monkeypatch):
+    monkeypatch.setattr(low_bit, "read_bandwidth", lambda device: 1e9)
+    row = Row("t5-tiny", 2, **SIZES)
+    results = low_bit.run(device=CPU, rows=[row], configs={"generation": low_bit.CONFIGS["generation"], **INT8})
+    assert (results.benchmark, results.unit) == ("low-bit", "us")
+    assert [row.variant.split(" [")[0] for row in results.rows] == ["stock", "generation", "int8", *low_bit.TORCHAO]
+    assert {row.case for row in results.rows} == {"a token of t5-tiny generate, 2 x (5 + 3), greedy, float32"}
+    model = row.random_model(CPU, torch.float32)
+    plain, quantised = of(results, "generation"), of(results, "int8")
+    assert plain.difference == "tokens equal" and plain.bytes == weight_bytes(model) + cache_bytes(model, 2, 1, 5, 3)
+    mib = sum(parameter.nbytes for parameter in model.parameters()) / 2**20
+    assert of(results, "stock").weights_mib == plain.weights_mib == pytest.approx(mib)
+    # A byte for each weight of the decoder's linear layers and the head, and 4 for each of their outputs.
+    layers = [
+        module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not path.startswith("encoder.") and path[-17:-1] != "EncDecAttention."
+    ]
+    layers += [block.layer[1].EncDecAttention.get_submodule(name) for block in model.decoder.block for name in "qo"]
+    own = sum(layer.weight.numel() + 4 * layer.out_features for layer in layers)
+    assert quantised.weights_mib - mib == pytest.approx(own / 2**20)
+    assert plain.bytes - quantised.bytes == sum(layer.weight.nbytes for layer in layers) - own
+    assert quantised.of_floor == pytest.approx(quantised.bytes / 1e9 / quantised.milliseconds[1] * 1e3)
+    theirs, missing = of(results, "torchao int8 weights"), of(results, "torchao int4 weights")
+    assert theirs.milliseconds and theirs.weights_mib > mib and theirs.of_floor is None
+    assert "lm_head" in torchao and not any(path.startswith("encoder.") for path in torchao)
+    assert missing.note == "torchao cannot: Requires mslk >= 1.0.0" and not missing.failed
+
+
+def test_a_checkpoint_predicts_texts(monkeypatch):
+    monkeypatch.setattr(torchao_weights.importlib.util, "find_spec", lambda name: None)
+    folder = default_checkpoints() / "llama-kjv"
+    monkeypatch.setattr(low_bit, "_MOST_LINES", 3)
+    results = low_bit.run(device=CPU, rows=[Row(str(folder), 1, **SIZES)], configs=INT8)
+    cases = list(dict.fromkeys(row.case for row in results.rows))
+    assert cases[0].startswith("a token of llama-kjv generate, 1 x (5 + 3)")
+    assert cases[1:] == [f"llama-kjv predicts {name}, float32" for name in ("held-out.txt", "prompts.txt")]
+    # The same by one forward of stock over the lines.
+    lines = (default_checkpoints() / "held-out.txt").read_text().splitlines()
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = [tokenizer(line, add_special_tokens=False).input_ids for line in lines]
+    rows = torch.tensor([line[:24] for line in ids if len(line) >= 24][:3])
+    with torch.no_grad():
+        logits = model(rows).logits[:, 7:-1]
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 8:].flatten()).item()
+    stock, quantised, *theirs = (row for row in results.rows if row.case == cases[1])
+    assert stock.perplexity == pytest.approx(math.exp(loss), rel=1e-4) and stock.kl is None
+    assert 1e-6 < quantised.kl < 1e-2 and 0.9 < quantised.same_top <= 1 and quantised.note is None
+    assert 0 < abs(quantised.perplexity / stock.perplexity - 1) < 0.05
+    assert {row.note for row in theirs} == {"torchao is not installed"}
+    columns = results.columns()
+    assert columns["perplexity"][0] == "" and columns[results.shown_unit][5] == ""
+    assert "not run" in columns[results.shown_unit]
+
+
+def test_no_checkpoint_was_trained_on_the_held_out_text():
+    """GPT-2 and T5 hold these chapters out, and Llama learned others."""
+    held_out = (default_checkpoints() / "held-out.txt").read_text()
+    prompts = (default_checkpoints() / "prompts.txt").read_text().splitlines()
+    assert len(held_out.splitlines()) == 63 and not [line for line in prompts if line and f"\n{line}" in held_out]
+
+
+def test_weights_that_are_not_quantised_are_said(monkeypatch):
+    monkeypatch.setattr(low_bit, "TORCHAO", {})
+    nothing = {"nothing": {"generation": {"weights": {"bits": 8, "exclude": ["*", "*.*"]}}}}
+    limited = {"limited": {"generation": {"weights": "int8", "max_length": 4}}}
+    results = low_bit.run(device=CPU, rows=[Row("gpt2-tiny", 1, **SIZES)], configs={**nothing, **limited})
+    assert of(results, "nothing").note == "no weights were quantised"
+    assert of(results, "limited").note.startswith("transformers decoded: ")
+
+
+def test_the_command_line_makes_the_rows(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(low_bit, "run", lambda **given: seen.append(given) or low_bit.Results.measured_here("", []))
+    command = ["bench", "low-bit", "--device", "cpu"]
+    assert main([*command, "--checkpoints", "somewhere"]) == 0
+    given = ["--model", "gpt2-tiny", "--batch", "1", "4", "--new", "6", "--dtype", "float16", "--no-compile"]
+    assert main([*command, *given, "--config", "inference"]) == 0
+    assert seen[0]["rows"] == [] and seen[0]["checkpoints"] == Path("somewhere") and seen[0]["configs"] is None
+    assert seen[1]["rows"] == [Row("gpt2-tiny", batch, new=6) for batch in (1, 4)]
+    assert (seen[1]["dtype"], seen[1]["compile"], list(seen[1]["configs"])) == (torch.float16, False, ["inference"])
+    assert main([*command, "--new", "6"]) == 2
+    assert "also name a model, such as --model gpt2" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_static_cache_is_compiled(torchao, monkeypatch):
+    from fuseopt.bench.harness import generate_rows
+
+    compiled = []
+    monkeypatch.setattr(generate_rows, "_CPU_COMPILER", lambda graph, inputs: compiled.append(graph) or graph)
+    results = low_bit.run(device=CPU, rows=[Row("gpt2-tiny", 1, **SIZES)], configs={}, compile=True)
+    assert compiled and of(results, low_bit.STATIC).difference == "tokens equal"
+    assert of(results, f"torchao int8 weights, {low_bit.STATIC}").milliseconds
