@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fuseopt import ops
 from fuseopt.ops.library import without_autocast
+from fuseopt.runtime.written_values import sample
 
 
 class LinearOutput:
@@ -30,10 +31,20 @@ class LinearOutput:
         self.input, self.weight, self.bias, self.backend = input, weight, bias, backend
         self.computed: Tensor | None = None
         self.hooks: OrderedDict[int, Callable] = OrderedDict()
-        self._input_version, self._weight_version = self._versions()
+        self._versions = self._versions_now()
+        self._sample = None if torch.compiler.is_dynamo_compiling() else sample(weight).clone()
 
-    def _versions(self) -> tuple[int, int]:
+    def _versions_now(self) -> tuple[int, int]:
         return self.input._version, self.weight._version
+
+    def _has_changed(self) -> bool:
+        """Whether input or weight have been written to. Waits for a GPU."""
+        # While Dynamo traces, version counters are not real, and the graph keeps the order of reads and writes.
+        if torch.compiler.is_dynamo_compiling():
+            return False
+        if self._versions != self._versions_now():
+            return True
+        return self._sample is not None and not torch.equal(self._sample, sample(self.weight))
 
     def tensor(self) -> Tensor:
         """The product, [..., classes].
@@ -42,9 +53,7 @@ class LinearOutput:
             RuntimeError: input or weight have been modified in place since, as by an optimizer's step.
         """
         if self.computed is None:
-            # While Dynamo traces, version counters are not real, and the graph keeps the order of reads and writes.
-            versions_known = not torch.compiler.is_dynamo_compiling()
-            if versions_known and self._versions() != (self._input_version, self._weight_version):
+            if self._has_changed():
                 raise RuntimeError(
                     "these logits were first read after their weight or the hidden states had been modified in place, "
                     "so they can no longer be computed; read them before optimizer.step()"

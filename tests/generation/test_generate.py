@@ -342,7 +342,7 @@ def test_embeddings_in_place_of_tokens(each_device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "mt5", "umt5"])
 def test_half_precision_is_as_close_to_float32_as_transformers(family, dtype, each_device):
     errors, _ = teacher_forced_errors(family, dtype, 3, 8)
     assert 0 < errors["fused"] <= 1.15 * errors["stock"]

@@ -125,6 +125,49 @@ def test_a_weight_that_is_written_to_is_quantised_again(monkeypatch: pytest.Monk
     assert not torch.equal(first[0].logits[0], generate(model, inputs, **CALLS["greedy"])[0].logits[0])
 
 
+def train_by_fused_adam(model: nn.Module, inputs: dict) -> None:
+    model.train()(**inputs, labels=inputs["input_ids"]).loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True).step()
+    model.eval()
+
+
+def merge_an_adapter(model: nn.Module, inputs: dict) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], init_lora_weights=False, fan_in_fan_out=True)
+    assert peft.get_peft_model(model, config).merge_and_unload() is model
+
+
+def exchange_data(model: nn.Module, inputs: dict) -> None:
+    for parameter in model.parameters():
+        parameter.data = -2 * parameter.data
+
+
+@pytest.mark.parametrize("write", [train_by_fused_adam, merge_an_adapter, exchange_data])
+def test_a_write_that_changes_no_version_is_seen(write: Callable) -> None:
+    model = tiny.gpt2()
+    inputs = prompt(model, 1, 5, seed=3, padded=False)
+    fused(model, "int8")
+    before = generate(model, inputs, **CALLS["greedy"])
+    versions = [parameter._version for parameter in model.parameters()]
+    write(model, inputs)
+    assert [parameter._version for parameter in model.parameters()] == versions
+    after = generate(model, inputs, **CALLS["greedy"])
+    stock = dequantised(fuseopt.restore(copy.deepcopy(model)), bits=8)
+    assert_same(after, generate(stock, inputs, **CALLS["greedy"]))
+    assert not torch.equal(before[0].logits[0], after[0].logits[0])
+
+
+def test_weights_of_inference_mode_are_quantised_again_too() -> None:
+    with torch.inference_mode():
+        model = tiny.gpt2()
+        inputs = prompt(model, 1, 5, seed=3)
+        fused(model, "int8")
+        generate(model, inputs, **CALLS["greedy"])
+        model.lm_head.weight.mul_(-1)
+        stock = dequantised(fuseopt.restore(copy.deepcopy(model)), bits=8)
+        assert_same(generate(model, inputs, **CALLS["greedy"]), generate(stock, inputs, **CALLS["greedy"]))
+
+
 def test_parameters_and_forwards_are_those_of_the_unquantised_model() -> None:
     model = tiny.t5()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -148,6 +148,22 @@ def test_logits_not_looked_at_before_the_weight_changed_are_refused():
         late.argmax(-1)
 
 
+@pytest.mark.parametrize("writes", ["fused", "data"])
+def test_a_write_that_changes_no_version_is_seen(writes):
+    _, fused = heads()
+    input, target = inputs()
+    logits = fused(input)
+    F.cross_entropy(logits.view(-1, 31), target.view(-1)).backward()
+    before = fused.weight._version
+    if writes == "fused":
+        torch.optim.AdamW([fused.weight], lr=1e-5, fused=True).step()
+    else:
+        fused.weight.data += 1e-5
+    assert fused.weight._version == before and logits.output.computed is None
+    with pytest.raises(RuntimeError, match=r"read them before optimizer.step\(\)"):
+        logits.argmax(-1)
+
+
 def test_copies_and_pickles_are_tensors():
     _, fused = heads()
     logits = fused(inputs()[0])

@@ -14,6 +14,7 @@ from fuseopt.config import LowBitOptions
 from fuseopt.generation.engine.layers import Linear
 from fuseopt.ops.low_bit import LowBitWeight, dequantize, not_quantised_reason, quantize
 from fuseopt.runtime.announcements import announce, is_bar_disabled
+from fuseopt.runtime.written_values import sample
 
 
 class LowBitChoice(NamedTuple):
@@ -101,7 +102,7 @@ class QuantisedModule(NamedTuple):
 class LowBitWeights:
     """The quantised weights of one model's decode step. A weight that has not changed is not quantised again.
 
-    A change is seen by a weight's address and version: writing through `weight.data` changes neither.
+    A change is seen by a weight's address, its version and a sample of its values.
 
     Attributes:
         unquantised_bytes: of the weights that are quantised, each counted once.
@@ -134,7 +135,7 @@ class LowBitWeights:
 
     def versions(self) -> tuple[Hashable, ...]:
         """Differs once a quantised weight has been written to."""
-        return tuple(_version(weight) for layer in self._choice.layers for weight in layer.weights)
+        return tuple(_content(weight) for layer in self._choice.layers for weight in layer.weights)
 
     def modules(self) -> Iterator[QuantisedModule]:
         names = iter(self._choice.names)
@@ -165,8 +166,10 @@ class LowBitWeights:
 
 
 def _key(weight: Tensor) -> Hashable:
-    return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device, _version(weight)
+    return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device, _content(weight)
 
 
-def _version(weight: Tensor) -> int | None:
-    return None if weight.is_inference() else weight._version
+def _content(weight: Tensor) -> tuple[int | None, bytes]:
+    """Differs once a weight on a CPU has been written to."""
+    version = None if weight.is_inference() else weight._version
+    return version, sample(weight).numpy().tobytes()
