@@ -1,11 +1,14 @@
-"""A sample of a tensor's values, to see writes that its version does not count."""
+"""Samples of tensors' values, to see writes that their versions do not count."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 _MOST = 16
+_MOST_OF_EACH = 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -21,3 +24,28 @@ def sample(matrix: Tensor) -> Tensor:
     size = [-(-size // step) for size, step in zip(matrix.shape, steps, strict=True)]
     stride = [stride * step for stride, step in zip(matrix.stride(), steps, strict=True)]
     return matrix.detach().as_strided(size, stride).view(_INTEGERS[matrix.itemsize])
+
+
+class Samples:
+    """Up to 64 evenly spaced values of each of several tensors on one device, read at once.
+
+    Args:
+        tensors: whose shapes and strides stay as they are; referenced, but not their memory.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._spaced = [(tensor, *_spacing(tensor)) for tensor in tensors]
+
+    def read(self) -> bytes:
+        """The bytes of the values as they are now; waits for the device."""
+        with torch.no_grad():
+            values = torch.cat([torch.as_strided(tensor, size, stride) for tensor, size, stride in self._spaced])
+        return values.cpu().view(torch.uint8).numpy().tobytes()
+
+
+def _spacing(tensor: Tensor) -> tuple[tuple[int], tuple[int]]:
+    """Size and stride of evenly spaced values. An odd distance meets all columns of rows that have an even length."""
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    length = length if tensor.numel() else 0
+    step = max(length // _MOST_OF_EACH, 1) | 1
+    return (min(-(-length // step), _MOST_OF_EACH),), (step,)

@@ -14,6 +14,7 @@ from fuseopt.generation.hf.fingerprint import ModelFingerprint, fingerprint
 from fuseopt.modules.lora import described
 from fuseopt.runtime.memory import is_out_of_memory
 from fuseopt.runtime.references import weak_attribute
+from fuseopt.runtime.written_values import Samples
 
 
 class ModelCheck(NamedTuple):
@@ -74,6 +75,8 @@ class CheckedStep:
         self.encoder: EncoderStep | None = None
         self._fingerprint: ModelFingerprint | None = None
         self._encoder_fingerprint: ModelFingerprint | None = None
+        self._sampled: ModelFingerprint | None = None
+        self._samples = Samples(())
         self._key: tuple[Hashable, ...] = ()
         self._encoder_key: tuple[Hashable, ...] = ()
         self._unread: str | None = None
@@ -151,13 +154,17 @@ class CheckedStep:
     def weight_versions(self) -> tuple[Hashable, ...] | None:
         """Differs once a weight has been written to, or other adapters are active; None if that cannot be seen.
 
-        `check` finds other changes. Writing through `weight.data` changes no version.
+        `check` finds other changes. A write that changes no version, such as a fused optimizer's, is seen if it changes
+        one of up to 64 values of a weight. Waits for the device.
         """
         found = self._fingerprint
         assert found is not None, "there is a step"
         if any(parameter.is_inference() for parameter in found.parameters):
             return None
-        return (*(parameter._version for parameter in found.parameters), *found.lora.versions())
+        if self._sampled is not found:
+            self._sampled, self._samples = found, Samples(found.parameters)
+        versions = (parameter._version for parameter in found.parameters)
+        return (*versions, *found.lora.versions(), self._samples.read())
 
     def use_encoder(self, *, check_now: bool) -> str | None:
         """Prepares `encoder` for this call.

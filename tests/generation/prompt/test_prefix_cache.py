@@ -161,7 +161,7 @@ def assert_as_stock(model, inputs, **kwargs):
     assert_same_tokens(got, wanted)
 
 
-@pytest.mark.parametrize("edit", ["in place", "a step", "assigned", "load_state_dict"])
+@pytest.mark.parametrize("edit", ["in place", "a step", "a fused step", "through data", "assigned", "load_state_dict"])
 def test_keys_and_values_of_other_weights_are_not_reused(edit, ran):
     model, stock, inputs = MODELS["llama"](), MODELS["llama"](), prompts([(40, 1), (9, 2)])
     fuseopt.initialize(model, CONFIG)
@@ -171,8 +171,10 @@ def test_keys_and_values_of_other_weights_are_not_reused(edit, ran):
         if edit == "in place":
             with torch.no_grad():
                 weight[1, 2] += 1
-        elif edit == "a step":
-            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        elif edit == "through data":
+            weight.data.mul_(1.5)
+        elif edit in ("a step", "a fused step"):
+            optimizer = torch.optim.AdamW(each.parameters(), lr=0.1, fused=edit == "a fused step")
             each.train()
             torch.autograd.backward(each(inputs["input_ids"]).logits.sum())
             optimizer.step()
