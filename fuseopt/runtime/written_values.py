@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _MOST = 16
-_MOST_OF_EACH = 64
+_LEAST_OF_EACH = 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -27,7 +27,7 @@ def sample(matrix: Tensor) -> Tensor:
 
 
 class Samples:
-    """Up to 64 evenly spaced values of each of several tensors on one device, read at once.
+    """Some values of each of several tensors on one device, at least 64 if it has so many, read at once.
 
     Args:
         tensors: whose shapes and strides stay as they are; referenced, but not their memory.
@@ -44,8 +44,10 @@ class Samples:
 
 
 def _spacing(tensor: Tensor) -> tuple[tuple[int], tuple[int]]:
-    """Size and stride of evenly spaced values. An odd distance meets all columns of rows that have an even length."""
+    """Size and stride of values that are spread over the rows and the columns of a tensor's memory."""
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    length = length if tensor.numel() else 0
-    step = max(length // _MOST_OF_EACH, 1) | 1
-    return (min(-(-length // step), _MOST_OF_EACH),), (step,)
+    row, step = max(tensor.stride(), default=1), max(length // _LEAST_OF_EACH, 1)
+    if step >= row:
+        # Further by the golden ratio of a row each time, instead of always in the same columns.
+        step = (step // row - 1) * row + max(int(row * 0.618), 1)
+    return (-(-length // step) if tensor.numel() else 0,), (step,)

@@ -155,7 +155,7 @@ class CheckedStep:
         """Differs once a weight has been written to, or other adapters are active; None if that cannot be seen.
 
         `check` finds other changes. A write that changes no version, such as a fused optimizer's, is seen if it changes
-        one of up to 64 values of a weight. Waits for the device.
+        one of about 100 sampled values of a weight. Waits for the device.
         """
         found = self._fingerprint
         assert found is not None, "there is a step"
