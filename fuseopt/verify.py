@@ -17,6 +17,7 @@ from fuseopt import apply, verify_inputs, verify_low_bit, verify_runs
 from fuseopt.config import Config
 from fuseopt.errors import InputsError, printable, shown
 from fuseopt.kernel_table import find_kernel
+from fuseopt.report import NOTHING
 from fuseopt.verify_runs import LOSS
 from fuseopt.verify_watch import GENERATE_HINT, LABELS_HINT, Watch
 
@@ -72,13 +73,14 @@ class Verification:
         tokens_agree: whether both models generate the same tokens; None if `verify` was not asked to generate.
         tokens_count: whether `ok` requires `tokens_agree`. True in float32 and float64, unless `weights` are quantised;
             in half precision near-ties between two tokens are decided by the last bit.
-        replaced: number of objects that the config replaced.
+        replaced: number of objects that the config replaced: modules, and what it puts into the model itself.
         loss: of the training step; None if none was run.
         gradient: of the parameter whose gradient has the largest error relative to its tolerance; None as above.
         gradients: number of parameters whose gradients were compared.
         ran: False if none of the replaced objects was called, so that stock was compared with itself.
         not_run: what the config asks for and nothing ran, and what was not compared, one line each.
         weights: how `generate()` quantises the weights, such as "int8"; "" if it does not.
+        summary: what was replaced, in the words of the plan.
         low_bit: of the steps with quantised weights; None if no weights are quantised, or nothing was generated.
     """
 
@@ -96,6 +98,7 @@ class Verification:
     ran: bool = True
     not_run: tuple[str, ...] = ()
     weights: str = ""
+    summary: str = NOTHING
     low_bit: verify_low_bit.LowBitVerification | None = None
 
     @property
@@ -118,9 +121,9 @@ class Verification:
 
     def __str__(self) -> str:
         tokens = {None: "not generated", True: "the same", False: "not the same"}[self.tokens_agree]
-        plural, idle = "" if self.replaced == 1 else "s", "" if self.ran else "; nothing that was replaced ran"
+        idle = "" if self.ran else "; nothing that was replaced ran"
         lines = [
-            f"verify: {'ok' if self.ok else 'FAILED'}, {self.replaced} object{plural} replaced{idle}",
+            f"verify: {'ok' if self.ok else 'FAILED'}, {printable(self.summary)}{idle}",
             f"  {printable(self.output)}: fused differs from stock by {self.difference:.2e} at most",
             f"  error against float64: {self._outputs}",
         ]
@@ -172,7 +175,7 @@ def verify(
         InputsError: an argument is wrong or missing; nothing has been changed.
         InputsError: the model returns no floating-point tensor, or its training step is random without dropout too.
     """
-    decided = fuseopt.plan(model, config)  # raises for a bad model or config before anything runs
+    decided = fuseopt.plan(model, Config.load(config))  # raises for a bad model or config before anything runs
     wanted = decided.config
     if train is not None and not isinstance(train, bool):
         raise InputsError(f"train: expected True, False or None, got {shown(train)}")
@@ -270,6 +273,7 @@ class References:
             ran=watch.saw_any,
             not_run=tuple(not_run),
             weights=weights,
+            summary=report.summary,
         )
 
     def low_bit_run(self, model: nn.Module) -> verify_low_bit.StepRun | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -106,7 +107,7 @@ class FusedGenerate:
     def _bind(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         step_class, weights = decode_step_class(self._step_name), self.options.weights
-        low_bit = LowBitWeights(weights) if weights is not None and step_class.takes_low_bit else None
+        low_bit = LowBitWeights(weights) if step_class.takes_low_bit else None
         self.checked = CheckedStep(model, step_class, self.graphs, low_bit)
         if self.options.prefix_cache_mib and step_class.takes_prefix and not model.config.is_encoder_decoder:
             self.graphs.prefixes = PrefixCache(self.options.prefix_cache_mib, self.checked.weight_versions)
@@ -153,8 +154,10 @@ class FusedGenerate:
         return tuple({**vars(call), "tier": call.tier.value} for call in self.calls)
 
     def report_lines(self) -> tuple[str, ...]:
-        """Tier and reason of the last calls, and what is kept from call to call, for the report."""
-        lines = (*self.calls, *self.checked.notes, *self.graphs.report_lines())
+        """Tier and reason of the last calls, equal ones in a row as one, and what is kept from call to call."""
+        runs = ((line, sum(1 for _ in equal)) for line, equal in itertools.groupby(map(str, self.calls)))
+        calls = (f"{line} ({count} calls)" if count > 1 else line for line, count in runs)
+        lines = (*calls, *self.checked.notes, *self.graphs.report_lines())
         return tuple(f"generate(): {line}" for line in lines)
 
 

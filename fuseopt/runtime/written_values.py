@@ -34,13 +34,16 @@ class Samples:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._spaced = [(tensor, *_spacing(tensor)) for tensor in tensors]
+        # By dtype, since torch.cat would convert what it joins to one.
+        self._spaced: dict[torch.dtype, list[tuple[Tensor, tuple[int], tuple[int]]]] = {}
+        for tensor in tensors:
+            self._spaced.setdefault(tensor.dtype, []).append((tensor, *_spacing(tensor)))
 
     def read(self) -> bytes:
         """The bytes of the values as they are now; waits for the device."""
         with torch.no_grad():
-            values = torch.cat([torch.as_strided(tensor, size, stride) for tensor, size, stride in self._spaced])
-        return values.cpu().view(torch.uint8).numpy().tobytes()
+            joined = [torch.cat([torch.as_strided(*each) for each in those]) for those in self._spaced.values()]
+        return b"".join(values.cpu().view(torch.uint8).numpy().tobytes() for values in joined)
 
 
 def _spacing(tensor: Tensor) -> tuple[tuple[int], tuple[int]]:

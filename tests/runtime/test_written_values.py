@@ -9,13 +9,19 @@ from fuseopt.runtime.written_values import Samples
 @pytest.mark.parametrize("shape", [(3,), (700,), (40, 64), (2048, 3), (5, 6, 7), (0, 4), ()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_write_through_data_is_seen(shape, dtype):
-    tensors = [torch.randn(9, 4).T, torch.randn(shape).to(dtype), torch.full((2,), torch.nan)]
+    tensors = [
+        torch.randn(9, 4).T,
+        torch.randn(shape).to(dtype),
+        torch.full((2,), torch.nan),
+        torch.randn(8).to(torch.float8_e4m3fn),
+    ]
+    tensors.append(torch.randint(2**40, (5, 5)))
     samples = Samples(tensors)
     before = samples.read()
     assert samples.read() == before
     for tensor in tensors:
         version = tensor._version
-        tensor.data.copy_(torch.randn(tensor.shape))
+        tensor.data.copy_(torch.randn(tensor.shape) * 9)
         assert tensor._version == version
         assert (samples.read() != before) == (tensor.numel() > 0)
         before = samples.read()

@@ -70,6 +70,8 @@ class SpecStep(DecodeStep):
         if reasons:
             raise ValueError(f"no decode step can run this {type(model).__name__}: {'; '.join(reasons)}")
         self.layers, self.head, self.token_embedding = spec.layers, spec.head, spec.token_embedding
+        for layer in spec.linears:
+            layer.compute_in(spec.token_embedding.dtype)
         self.vocab, self.max_length = len(spec.head.weights[0]), spec.max_length
         self.bounds_positions = bool(spec.rotaries)
         self.low_rank = LowRankUpdates(linear.low_rank for linear in spec.linears)
@@ -121,8 +123,14 @@ class SpecStep(DecodeStep):
     def low_bit_choice(cls, model: nn.Module, options: LowBitOptions) -> LowBitChoice:
         return _low_bit_choice(model, cls.spec_of(model), options)
 
+    @classmethod
+    def quantised_layers(cls, model: nn.Module) -> Sequence[Linear]:
+        return [layer for layer in cls.spec_of(model).linears if layer.checkpoint]
+
     def quantize(self, model: nn.Module, weights: LowBitWeights) -> None:
-        weights.put_into(_low_bit_choice(model, self.spec, weights.options))
+        options = weights.options
+        choice = None if options is None else _low_bit_choice(model, self.spec, options)
+        weights.put_into(choice, self.spec.linears)
         self.is_quantised = bool(weights.made_as)
         self._plan_l2_prefetch(self.layers)
 
