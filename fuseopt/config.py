@@ -135,6 +135,8 @@ class GenerationOptions:
         max_length: calls that need a longer key-value cache, in tokens, run by transformers; None for no limit but the
             model's.
         max_graphs: number of captured steps kept, and on a GPU twice as many prompts. 0 captures none.
+        cache_dtype: "int8" or "fp8" to keep keys and values in 8 bits, with a scale for each head and token; None for
+            the model's dtype. (transformers' `cache_implementation` names a class of caches instead, for one call.)
         weights: "int8" or "int4" to decode with quantised copies of the weights, or a dict of options; None for the
             model's own.
         prefix_cache_mib: MiB of keys and values of prompts that are kept for later prompts that begin alike; 0 keeps
@@ -145,6 +147,7 @@ class GenerationOptions:
     max_batch: int = 256
     max_length: int | None = None
     max_graphs: int = 8
+    cache_dtype: str | None = None
     weights: LowBitOptions | None = None
     prefix_cache_mib: int = 0
 
@@ -305,12 +308,13 @@ def _merged(preset: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, 
 def _generation(block: Mapping[str, Any]) -> GenerationOptions:
     _check_keys("generation", block, tuple(GenerationOptions.__dataclass_fields__))
     default = GenerationOptions()
-    length = block.get("max_length", default.max_length)
+    length, cache_dtype = block.get("max_length", default.max_length), block.get("cache_dtype")
     return GenerationOptions(
         enable=boolean("generation.enable", block.get("enable", default.enable)),
         max_batch=count("generation.max_batch", block.get("max_batch", default.max_batch), 1),
         max_length=None if length is None else count("generation.max_length", length, 1),
         max_graphs=count("generation.max_graphs", block.get("max_graphs", default.max_graphs), 0),
+        cache_dtype=None if cache_dtype is None else choice("generation.cache_dtype", cache_dtype, ("int8", "fp8")),
         weights=_low_bit(block.get("weights")),
         prefix_cache_mib=count(
             "generation.prefix_cache_mib", block.get("prefix_cache_mib", default.prefix_cache_mib), 0

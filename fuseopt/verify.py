@@ -71,8 +71,8 @@ class Verification:
         output: name of the output tensor with the largest error relative to its tolerance, such as "logits". The next
             four attributes are of this tensor, as in `Comparison`.
         tokens_agree: whether both models generate the same tokens; None if `verify` was not asked to generate.
-        tokens_count: whether `ok` requires `tokens_agree`. True in float32 and float64, unless `weights` are quantised;
-            in half precision near-ties between two tokens are decided by the last bit.
+        tokens_count: whether `ok` requires `tokens_agree`. True in float32 and float64, unless `weights` or `cache`
+            is quantised; in half precision near-ties between two tokens are decided by the last bit.
         replaced: number of objects that the config replaced: modules, and what it puts into the model itself.
         loss: of the training step; None if none was run.
         gradient: of the parameter whose gradient has the largest error relative to its tolerance; None as above.
@@ -81,6 +81,7 @@ class Verification:
         not_run: what the config asks for and nothing ran, and what was not compared, one line each.
         weights: how `generate()` quantises the weights, such as "int8"; "" if it does not.
         summary: what was replaced, in the words of the plan.
+        cache: how it quantises keys and values, "int8" or "fp8"; "" if it does not.
         low_bit: of the steps with quantised weights; None if no weights are quantised, or nothing was generated.
     """
 
@@ -99,6 +100,7 @@ class Verification:
     not_run: tuple[str, ...] = ()
     weights: str = ""
     summary: str = NOTHING
+    cache: str = ""
     low_bit: verify_low_bit.LowBitVerification | None = None
 
     @property
@@ -133,8 +135,10 @@ class Verification:
                 f"  gradients of {self.gradients} parameters, the worst of {printable(self.gradient.name)}: "
                 f"{self.gradient}",
             ]
-        quantised = f"; not required, as generate() decodes with weights in {self.weights}" if self.weights else ""
-        lines.append(f"  tokens: {tokens}{quantised}")
+        parts = ("weights", self.weights), ("keys and values", self.cache)
+        quantised = " and ".join(f"{part} in {kind}" for part, kind in parts if kind)
+        why = f"; not required, as generate() decodes with {quantised}" if quantised else ""
+        lines.append(f"  tokens: {tokens}{why}")
         if self.low_bit is not None:
             lines.append(str(self.low_bit))
         return "\n".join((*lines, *(f"  not run: {printable(line)}" for line in self.not_run)))
@@ -258,6 +262,8 @@ class References:
         report = fuseopt.report(model)
         quantising = verify_low_bit.quantising_generate(model)
         weights = "" if quantising is None else quantising.quantised
+        after = (change.after for change in applied.changes) if applied else ()
+        cache = next(filter(None, (getattr(fused, "cache_dtype", "") for fused in after)), "")
         return Verification(
             worst.name,
             worst.difference,
@@ -265,7 +271,7 @@ class References:
             worst.fused_error,
             worst.tolerance,
             tokens_agree=None if tokens is None or self._tokens is None else torch.equal(self._tokens, tokens),
-            tokens_count=dtype in (torch.float32, torch.float64) and not weights,
+            tokens_count=dtype in (torch.float32, torch.float64) and not (weights or cache),
             replaced=len(report.replaced),
             loss=_worst(losses) if losses else None,
             gradient=_worst(gradients) if gradients else None,
@@ -274,6 +280,7 @@ class References:
             not_run=tuple(not_run),
             weights=weights,
             summary=report.summary,
+            cache=cache,
         )
 
     def low_bit_run(self, model: nn.Module) -> verify_low_bit.StepRun | None:

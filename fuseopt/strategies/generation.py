@@ -9,6 +9,7 @@ from torch import nn
 
 from fuseopt.build import loader
 from fuseopt.config import Config, GenerationOptions
+from fuseopt.generation.engine.quantized_cache import not_quantised_reason
 from fuseopt.generation.families.step_interface import DecodeStep, StepName, decode_step_class, registered_step
 from fuseopt.model_index import ModelIndex
 from fuseopt.models import ModelPolicy, full_name
@@ -56,10 +57,29 @@ class GenerationStrategy:
             return
         build = functools.partial(_build, model, step, config.generation)
         adapted = {path: module for path, module in model.named_modules() if lora.is_lora_linear(module)}
-        notes, options = (lora.described(adapted),) if adapted else (), config.generation
-        notes = (*notes, *_weight_notes(model, step, options), *_prefix_notes(model, step, options))
+        notes, options = [lora.described(adapted)] if adapted else [], config.generation
+        notes += [*_weight_notes(model, step, options), *_cache_notes(index, step, options)]
+        notes += _prefix_notes(index, model, step, options)
         reason = "; ".join((_REASON, *notes))
         yield context.replacement((site,), "GenerationMixin", _TARGET, reason, build)
+
+
+def _cache_notes(index: ModelIndex, step: StepName, options: GenerationOptions) -> Iterator[str]:
+    """Whether keys and values are kept in 8 bits, and why not."""
+    if options.cache_dtype is None:
+        return
+    step_class = decode_step_class(step)
+    reason = next(filter(None, map(not_quantised_reason, index.devices)), None)
+    if not step_class.takes_quantized_cache:
+        reason = f"{step_class.__name__} takes none in 8 bits"
+    if reason is not None:
+        yield f"keys and values stay in the model's dtype: {reason}"
+        return
+    yield f"keys and values in {options.cache_dtype}"
+    attention, devices = registry.get("decode_quantized_attention"), (d for d in index.devices if d.type != "meta")
+    for choice in (attention.choose("auto", device, [index.dtype], may_build=True) for device in devices):
+        if choice.backend == "reference":
+            yield f"each step dequantises them in PyTorch, which is slow: {'; '.join(choice.refused['cpu'])}"
 
 
 def _weight_notes(model: nn.Module, step: StepName, options: GenerationOptions) -> Iterator[str]:
@@ -111,7 +131,7 @@ def _fits(module: nn.Module, names: Sequence[str]) -> bool:
     return lora.fits(module, names) or quantised.fits(module, names)
 
 
-def _prefix_notes(model: nn.Module, step: StepName, options: GenerationOptions) -> Iterator[str]:
+def _prefix_notes(index: ModelIndex, model: nn.Module, step: StepName, options: GenerationOptions) -> Iterator[str]:
     """Whether prompts that begin alike share keys and values, and why not."""
     if not options.prefix_cache_mib:
         return
@@ -120,6 +140,8 @@ def _prefix_notes(model: nn.Module, step: StepName, options: GenerationOptions) 
         yield "no prefix cache: each token of an encoder's output depends on all of its input"
     elif not step_class.takes_prefix:
         yield f"no prefix cache: {step_class.__name__} runs prompts from their first token on only"
+    elif options.cache_dtype is not None and not any(map(not_quantised_reason, index.devices)):
+        yield "no prefix cache: a prompt attends to its keys and values before they are rounded to 8 bits"
     else:
         yield f"prefix cache of {options.prefix_cache_mib} MiB"
 

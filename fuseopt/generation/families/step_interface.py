@@ -75,6 +75,7 @@ class DecodeStep(Protocol):
         ignores_encoder_mask: cross-attention attends to all of the encoder's output, whatever `attention_mask` says.
         takes_lora: linear layers of the model may be inside LoRA layers of peft (`fuseopt.modules.lora`); those of them
             whose updates the step adds are its `lora_layers`.
+        takes_quantized_cache: `shape.stored_dtype` may be set, and the step then reads and writes `state.layer_caches`.
         takes_low_bit: `low_bit_choice`, `quantised_layers` and `quantize` are written, so weights may be in 8 or 4
             bits, also those of a checkpoint that comes quantised (`fuseopt.modules.quantised`).
         takes_prefix: `prefill` of a decoder-only model runs prompts from slot `state.start` on, so that what is before
@@ -94,6 +95,7 @@ class DecodeStep(Protocol):
     encoder_class: ClassVar[type[EncoderStep] | None] = None
     ignores_encoder_mask: ClassVar[bool] = False
     takes_lora: ClassVar[bool] = False
+    takes_quantized_cache: ClassVar[bool] = False
     takes_low_bit: ClassVar[bool] = False
     takes_prefix: ClassVar[bool] = False
 

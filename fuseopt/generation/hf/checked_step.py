@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from fuseopt.generation.engine.graphs import StepGraphs
 from fuseopt.generation.engine.low_bit import LowBitWeights
+from fuseopt.generation.engine.quantized_cache import not_quantised_reason
 from fuseopt.generation.families.step_interface import DecodeStep, EncoderStep
 from fuseopt.generation.hf.fingerprint import ModelFingerprint, fingerprint
 from fuseopt.modules.lora import described
@@ -54,6 +57,7 @@ class CheckedStep:
         model: an instance of the step's `model_class`; referenced weakly.
         graphs: cleared when a step is rebuilt.
         low_bit: the low-bit weights, for a step that takes them; None to read the model's.
+        cache_dtype: of keys and values in 8 bits, for a step that takes them; None for the model's.
 
     Attributes:
         step: built from `model` by the first check that finds no reason against it; unset before.
@@ -70,8 +74,10 @@ class CheckedStep:
         step_class: type[DecodeStep],
         graphs: StepGraphs,
         low_bit: LowBitWeights | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.model, self.step_class, self.graphs, self.low_bit = model, step_class, graphs, low_bit
+        self._cache_dtype = cache_dtype
         self.is_built = False
         self.encoder: EncoderStep | None = None
         self._fingerprint: ModelFingerprint | None = None
@@ -149,6 +155,8 @@ class CheckedStep:
         step = self.step_class(self.model)
         if self.low_bit is not None:
             step.quantize(self.model, self.low_bit)
+        if self._cache_dtype is not None and not_quantised_reason(step.shape.device) is None:
+            step.shape = replace(step.shape, stored_dtype=self._cache_dtype)
         return step
 
     def _versions(self) -> tuple[Hashable, ...]:

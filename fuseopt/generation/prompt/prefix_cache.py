@@ -109,6 +109,8 @@ class PrefixCache:
             input_ids, keep, positions: as for `DecodeState.load_prompt`.
         """
         self.shape = shape
+        if shape.stored_dtype is not None:
+            return "a prompt attends to its keys and values before they are rounded to 8 bits"
         if self._skips_next:
             self._skips_next = False
             return "it was given back, as memory ran out"

@@ -434,3 +434,16 @@ def test_what_is_left_is_not_padded_beyond_the_cache(llama, ran, as_on_gpu):
     for each in (prompts([(80, 1), (9, 2)]), prompts([(80, 1), (40, 3)])):
         assert_same_tokens(generate(model, each, max_new_tokens=3), generate(stock, each, max_new_tokens=3))
     assert ran[-1] == (80, 40)
+
+
+@pytest.mark.parametrize("each_device", ["cpu"], indirect=True)
+def test_a_cache_in_8_bits_is_not_shared(ran):
+    config, inputs = {"generation": {"prefix_cache_mib": 8, "cache_dtype": "int8"}}, prompts([(40, 1), (9, 2)])
+    reason = "a prompt attends to its keys and values before they are rounded to 8 bits"
+    model = MODELS["llama"]()
+    assert f"no prefix cache: {reason}" in fuseopt.plan(model, config).replacements[0].reason
+    fuseopt.initialize(model, config)
+    for _ in range(2):
+        generate(model, inputs, max_new_tokens=2)
+        assert f"the prefix cache was not used: {reason}" in last_note(model)
+    assert ran == [(0, 49)] * 2
