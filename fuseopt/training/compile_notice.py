@@ -10,8 +10,10 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-_LONG_ON_CPU = "; 1 to 2 minutes on a CPU"
-_ON_CPU = ". On a CPU that pays only after thousands of steps; without memory_efficient_fusion nothing is compiled"
+_ON_CPU = (
+    ": on a CPU that takes 1 to 2 minutes and pays only after thousands of steps; without memory_efficient_fusion "
+    "nothing is compiled"
+)
 
 
 class CompileNotice:
@@ -33,7 +35,7 @@ class CompileNotice:
         """
         if not self._is_begun:
             self._is_begun = True
-            logger.warning("fuseopt: compiling a training step of %s%s", self._model, _LONG_ON_CPU if on_cpu else "")
+            logger.warning("fuseopt: compiling a training step of %s%s", self._model, _ON_CPU if on_cpu else "")
 
     def compiling(self, on_cpu: bool) -> None:
         """To be called when a step is being compiled; arguments as for `begin`."""
@@ -61,5 +63,4 @@ class CompileNotice:
                 name = changed[0]
                 sizes = f"{name} {list(before[name])} became {list(shapes[name])}"
                 reason = f"{sizes}, and a size that has changed is dynamic from now on"
-        on_cpu = _ON_CPU if all(tensor.device.type == "cpu" for tensor in tensors.values()) else ""
-        logger.warning("fuseopt: compiled a training step of %s in %.1f s (%s)%s", self._model, seconds, reason, on_cpu)
+        logger.warning("fuseopt: compiled a training step of %s in %.1f s (%s)", self._model, seconds, reason)
