@@ -124,7 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--device",
         choices=("cpu", "cuda", "meta"),
-        help="the device to plan for; cuda needs no GPU here; default: cuda if torch sees a GPU, else cpu",
+        help="the device to plan for; cuda needs no GPU here, meta means each device of this machine; default: cuda if "
+        "torch sees a GPU, else cpu",
     )
     plan.add_argument(
         "--arch",
@@ -286,6 +287,8 @@ def _fused(arguments: argparse.Namespace) -> PreTrainedModel:
 
 
 def _fused_by_auto(arguments: argparse.Namespace) -> PreTrainedModel:
+    from fuseopt.bench.harness.progress import is_terminal, say
+
     if arguments.train and arguments.generate:
         raise ConfigError("--train and --generate: two kinds of work, which are measured one at a time; leave one out")
     model = _model(arguments).train(arguments.train)
@@ -293,6 +296,8 @@ def _fused_by_auto(arguments: argparse.Namespace) -> PreTrainedModel:
     if arguments.train:
         inputs["labels"] = inputs["input_ids"]
     generate = arguments.generate and {"max_new_tokens": arguments.generate}
+    if not is_terminal():
+        say(f"{arguments.model}: measuring, if this machine has no earlier result")
     logger = logging.getLogger("fuseopt")
     level = logger.level
     logger.setLevel(logging.WARNING)  # the report has what the log would say

@@ -139,6 +139,8 @@ class GenerationOptions:
             the model's dtype. (transformers' `cache_implementation` names a class of caches instead, for one call.)
         weights: "int8" or "int4" to decode with quantised copies of the weights, or a dict of options; None for the
             model's own.
+        prefix_cache_mib: MiB of keys and values of prompts that are kept for later prompts that begin alike; 0 keeps
+            none.
     """
 
     enable: bool = True
@@ -147,6 +149,7 @@ class GenerationOptions:
     max_graphs: int = 8
     cache_dtype: str | None = None
     weights: LowBitOptions | None = None
+    prefix_cache_mib: int = 0
 
 
 _BLOCKS: Mapping[str, Iterable[str]] = {
@@ -314,6 +317,9 @@ def _generation(block: Mapping[str, Any]) -> GenerationOptions:
         max_graphs=count("generation.max_graphs", block.get("max_graphs", default.max_graphs), 0),
         cache_dtype=None if is_plain else choice("generation.cache_dtype", cache_dtype, ("int8", "fp8")),
         weights=_low_bit(block.get("weights")),
+        prefix_cache_mib=count(
+            "generation.prefix_cache_mib", block.get("prefix_cache_mib", default.prefix_cache_mib), 0
+        ),
     )
 
 

@@ -344,7 +344,10 @@ def test_report_measures_with_the_config_auto(capsys, monkeypatch):
     sizes = ("--batch", "2", "--length", "8", "--device", "cpu", "--time-limit", "100")
     code, out, err = run(capsys, "report", "gpt2-tiny", "--config", auto, "--json", "--generate", "3", *sizes)
     measured = json.loads(out)["measured"]
-    assert (code, err) == (0, "gpt2-tiny: random weights\n")
+    assert (code, err) == (
+        0,
+        "gpt2-tiny: random weights\ngpt2-tiny: measuring, if this machine has no earlier result\n",
+    )
     assert measured["work"].startswith("generate() of input_ids [2, 8]") and measured["time_limit"] == 100
     assert {"stock", "inference", "generation", "torch.compile"} <= {choice["name"] for choice in measured["choices"]}
     code, out, _ = run(

@@ -73,10 +73,12 @@ def _endings() -> frozenset[str]:
 
 
 def _missing_paths(page: Path) -> list[str]:
-    """Paths in backticks that end no path of the checkout. `x` as a name stands for a file yet to be written."""
-    paths = [
-        path for path in _PATH.findall(_prose(page)) if not re.search(r"[*<>{}]|(^|[/_])x([/_.]|$)|^my|YYYY", path)
-    ]
+    """Paths in backticks that end no path of the checkout.
+
+    `x` as a name stands for a file yet to be written; what is written into build/ is not in the checkout.
+    """
+    elsewhere = r"[*<>{}]|(^|[/_])x([/_.]|$)|^my|^build/|YYYY"
+    paths = [path for path in _PATH.findall(_prose(page)) if not re.search(elsewhere, path)]
     return [path for path in paths if path.rstrip("/") not in _endings()]
 
 

@@ -31,7 +31,7 @@ from fuseopt.auto import progress
 from fuseopt.auto.choices import NOTHING, Choice, Choices
 from fuseopt.auto.work import Kind, Work
 from fuseopt.measurements import COMPILED, KEPT, NOT_MEASURED, STOCK, MeasuredChoice
-from fuseopt.runtime import timer
+from fuseopt.runtime import announcements, timer
 from fuseopt.runtime.timer import Spread, Timing
 from fuseopt.verify import References
 
@@ -101,6 +101,9 @@ class Search:
         """
         self._start = monotonic()
         with apply.as_found_after(self._model), progress.bar(self._limit) as self._bar, progress.quiet():
+            if self._bar.disable:
+                limit = f"no choice is begun after {self._limit:g} s"
+                announcements.announce(f"auto: measuring {self._work.name}; {limit}")
             apply.put(self._model, None)
             with verify_runs.state_kept(self._model):
                 return self._found()

@@ -144,6 +144,13 @@ def _add_generate(parser: Any) -> None:
         metavar="N",
         help="LoRA adapters of rank N, unmerged, then merged; needs peft; default: none",
     )
+    parser.add_argument(
+        "--prefix",
+        type=command_options.positive,
+        metavar="TOKENS",
+        help="time prompts after so many tokens that earlier calls began with too, with and without a prefix cache, "
+        "beside the prompts alone; default: the same prompts in all calls",
+    )
 
 
 def _add_budget(parser: Any) -> None:
@@ -191,11 +198,12 @@ _SIZES, _SAMPLING = ("prompt", "new", "beams", "ngram"), ("temperature", "top_k"
 
 
 def _bench_generate(arguments: argparse.Namespace) -> int:
+    from fuseopt.bench.harness.generate_rows import PREFIX_CACHE
     from fuseopt.bench.suites import generate, samplings
 
     options = _generate_options(arguments)
     if arguments.samplings:
-        others = ("families", "sample", "config", "compile", "first_call", "lora")
+        others = ("families", "sample", "config", "compile", "first_call", "lora", "prefix")
         if given := [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name)]:
             raise ConfigError(f"--samplings: has its own settings; leave out {', '.join(given)}")
         return _bench(arguments, functools.partial(samplings.run, rows=options["rows"], dtype=options["dtype"]))
@@ -204,6 +212,11 @@ def _bench_generate(arguments: argparse.Namespace) -> int:
             raise ConfigError("--lora: also name a model, such as --model gpt2")
         adapted = [replace(row, lora=arguments.lora) for row in options["rows"]]
         options["rows"] = [replace(row, merged=merged) for row in adapted for merged in (False, True)]
+    if arguments.prefix:
+        if not arguments.model:
+            raise ConfigError("--prefix: also name a model, such as --model smollm2-360m")
+        options["rows"] = [replace(row, prefix=prefix) for row in options["rows"] for prefix in (0, arguments.prefix)]
+        options["configs"] = options["configs"] or {"preset": "inference", "with a prefix cache": PREFIX_CACHE}
     compile = {"compile": arguments.compile, "compile_seconds": arguments.compile_seconds}
     run = functools.partial(generate.run, **options, **compile, first_calls=arguments.first_call)
     return _bench(arguments, run)

@@ -39,6 +39,8 @@ from fuseopt.generation.prompt.call_outcomes import CallOutcome
 from fuseopt.generation.prompt.early_prefill import EarlyPrefill
 from fuseopt.generation.prompt.early_work import EarlyWork
 from fuseopt.generation.prompt.prefill import is_token_prompt, prefill, store_cache
+from fuseopt.generation.prompt.prefix_cache import PrefixCache
+from fuseopt.generation.prompt.prompts import joined_notes
 from fuseopt.generation.rollback import Rollback
 from fuseopt.generation.select import beam_selection
 from fuseopt.generation.select.device_processors import DeviceProcessor, chained, device_processor
@@ -110,6 +112,8 @@ class FusedGenerate:
         if step_class.takes_quantized_cache and options.cache_dtype is not None:
             cache_dtype = CACHE_DTYPES[options.cache_dtype]
         self.checked = CheckedStep(model, step_class, self.graphs, low_bit, cache_dtype)
+        if options.prefix_cache_mib and step_class.takes_prefix and not model.config.is_encoder_decoder:
+            self.graphs.prefixes = PrefixCache(options.prefix_cache_mib, self.checked.weight_versions)
         self.early_prefill = EarlyPrefill(self.checked, self.graphs, self.options.max_batch, self.options.max_length)
         self.proxy = CachingModelProxy(model)
 
@@ -283,7 +287,7 @@ class GenerateCall:
             # Outside the handler, since the error references the static tensors.
             reason = f"there was no memory for a cache of {sizes} ({step.shape.bytes_of(sizes) / 2**20:.1f} MiB)"
             self.early, self.outcome = self.early._replace(prompt=None), None
-            graphs.clear()
+            graphs.give_back()
             prepared = self.rollback.undo()
         self.record = CallRecord(Tier.STOCK, reason)
         graphs.join(self.checked.step.shape.device)
@@ -363,7 +367,9 @@ class GenerateCall:
             self.outcome = CallOutcome(self.early.is_unmasked)
         encodes = bool(self.model.config.is_encoder_decoder)
         output = output_of(prepared, state, steps, prefilled.slots, records, is_encoder_decoder=encodes)
-        return Decoded(output, work, prefilled.slots + steps - 1, prefilled.cross_slots, prefilled.note or note)
+        return Decoded(
+            output, work, prefilled.slots + steps - 1, prefilled.cross_slots, joined_notes(prefilled.note, note)
+        )
 
     def _fast_forward(self, state: DecodeState, prepared: PreparedCall) -> Decoded:
         """Tier T1: transformers' decoding method, on a proxy of the model whose forward is the step."""

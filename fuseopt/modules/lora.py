@@ -6,7 +6,7 @@ Source: https://arxiv.org/abs/2106.09685
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -115,6 +115,17 @@ class LoraLayers:
             self._state, self._reason = state, next(found, None)
             self._capacities = tuple(map(capacity, self.layers.values()))
         return self._reason, self._capacities
+
+    def versions(self) -> tuple[Hashable, ...]:
+        """Differs if their updates do, apart from the values of the factors."""
+        return tuple(part for layer in self.layers.values() for part in map(_versioned, state_of(layer)))
+
+
+def _versioned(part: Any) -> Hashable:
+    """`part` of a layer's state, with a scale that is a tensor as its address and version."""
+    if isinstance(part, tuple):
+        return tuple(map(_versioned, part))
+    return (part.data_ptr(), part._version) if isinstance(part, Tensor) else part
 
 
 def described(layers: Mapping[str, nn.Module]) -> str:

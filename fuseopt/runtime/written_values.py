@@ -1,11 +1,14 @@
-"""A sample of a tensor's values, to see writes that its version does not count."""
+"""Samples of tensors' values, to see writes that their versions do not count."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 _MOST = 16
+_LEAST_OF_EACH = 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -21,3 +24,33 @@ def sample(matrix: Tensor) -> Tensor:
     size = [-(-size // step) for size, step in zip(matrix.shape, steps, strict=True)]
     stride = [stride * step for stride, step in zip(matrix.stride(), steps, strict=True)]
     return matrix.detach().as_strided(size, stride).view(_INTEGERS[matrix.itemsize])
+
+
+class Samples:
+    """Some values of each of several tensors on one device, at least 64 if it has so many, read at once.
+
+    Args:
+        tensors: whose shapes and strides stay as they are; referenced, but not their memory.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        # By dtype, since torch.cat would convert what it joins to one.
+        self._spaced: dict[torch.dtype, list[tuple[Tensor, tuple[int], tuple[int]]]] = {}
+        for tensor in tensors:
+            self._spaced.setdefault(tensor.dtype, []).append((tensor, *_spacing(tensor)))
+
+    def read(self) -> bytes:
+        """The bytes of the values as they are now; waits for the device."""
+        with torch.no_grad():
+            joined = [torch.cat([torch.as_strided(*each) for each in those]) for those in self._spaced.values()]
+        return b"".join(values.cpu().view(torch.uint8).numpy().tobytes() for values in joined)
+
+
+def _spacing(tensor: Tensor) -> tuple[tuple[int], tuple[int]]:
+    """Size and stride of values that are spread over the rows and the columns of a tensor's memory."""
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    row, step = max(tensor.stride(), default=1), max(length // _LEAST_OF_EACH, 1)
+    if step >= row:
+        # Further by the golden ratio of a row each time, instead of always in the same columns.
+        step = (step // row - 1) * row + max(int(row * 0.618), 1)
+    return (-(-length // step) if tensor.numel() else 0,), (step,)

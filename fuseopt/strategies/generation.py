@@ -57,8 +57,9 @@ class GenerationStrategy:
             return
         build = functools.partial(_build, model, step, config.generation)
         adapted = {path: module for path, module in model.named_modules() if lora.is_lora_linear(module)}
-        notes = [lora.described(adapted)] if adapted else []
-        notes += [*_weight_notes(model, step, config.generation), *_cache_notes(index, step, config.generation)]
+        notes, options = [lora.described(adapted)] if adapted else [], config.generation
+        notes += [*_weight_notes(model, step, options), *_cache_notes(index, step, options)]
+        notes += _prefix_notes(index, model, step, options)
         reason = "; ".join((_REASON, *notes))
         yield context.replacement((site,), "GenerationMixin", _TARGET, reason, build)
 
@@ -128,6 +129,21 @@ def _unread_reason(model: nn.Module, step_class: type[DecodeStep], came: Mapping
 
 def _fits(module: nn.Module, names: Sequence[str]) -> bool:
     return lora.fits(module, names) or quantised.fits(module, names)
+
+
+def _prefix_notes(index: ModelIndex, model: nn.Module, step: StepName, options: GenerationOptions) -> Iterator[str]:
+    """Whether prompts that begin alike share keys and values, and why not."""
+    if not options.prefix_cache_mib:
+        return
+    step_class = decode_step_class(step)
+    if model.config.is_encoder_decoder:
+        yield "no prefix cache: each token of an encoder's output depends on all of its input"
+    elif not step_class.takes_prefix:
+        yield f"no prefix cache: {step_class.__name__} runs prompts from their first token on only"
+    elif options.cache_dtype is not None and not any(map(not_quantised_reason, index.devices)):
+        yield "no prefix cache: a prompt attends to its keys and values before they are rounded to 8 bits"
+    else:
+        yield f"prefix cache of {options.prefix_cache_mib} MiB"
 
 
 def _libraries(index: ModelIndex) -> tuple[loader.Kind, ...]:

@@ -250,13 +250,19 @@ def test_defaults_of_generate_are_part_of_the_call(clock):
         assert (clock.samples > count) is is_new
 
 
-def test_a_later_call_finds_the_result_and_measures_nothing(clock, monkeypatch):
+def test_a_later_call_finds_the_result_and_measures_nothing(clock, monkeypatch, caplog):
     clock.factors = {"FusedGELU": 0.5}
     model, inputs = auto(clock, tiny.gpt2()), tiny.inputs(tiny.gpt2(), batch=3)
+    # stderr is no terminal here, so that a line takes the place of the bar.
+    assert caplog.messages[0] == (
+        "fuseopt: auto: measuring forward of input_ids [2, 7]; no choice is begun after 180 s"
+    )
+    caplog.clear()
     monkeypatch.setattr(torch, "compile", None)
     measured, count = fuseopt.report(model).measured, clock.samples
     again = auto(clock, tiny.gpt2(seed=1))
     assert clock.samples == count and targets(again) == targets(model)
+    assert not any("measuring" in message for message in caplog.messages)
     assert fuseopt.report(again).measured.choices == measured.choices and fuseopt.report(again).measured.remembered
     for other, given in ((tiny.gpt2(), inputs), (tiny.gpt2(n_layer=1), None)):
         count = clock.samples

@@ -7,10 +7,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache, TopPLogitsWarper, TypicalLogitsWarper
+from transformers.pytorch_utils import Conv1D
 
 import fuseopt
 from fuseopt.generation.tiers import Tier
+from fuseopt.ops.low_bit import dequantize, quantize
 from tests import tiny
 
 GENERATION = {"generation": {"enable": True}}
@@ -79,6 +82,33 @@ def calls(draw, others):
     if kwargs["do_sample"]:
         names += draw(st.lists(st.sampled_from(sorted(SAMPLING)), unique=True))
     return kwargs | {name: draw((others | SAMPLING)[name]) for name in names}
+
+
+def and_int8(families):
+    """Parameters of a fixture: the families, and the same with their weights in 8 bits, which are slow."""
+    return [*families, *(pytest.param(f"{family} int8", marks=pytest.mark.slow) for family in families)]
+
+
+def with_weights(param, make, monkeypatch):
+    """The model that `make` returns for the family in a parameter of `and_int8`.
+
+    With int8, `GENERATION` quantises the weights, which are such that this changes nothing: stock has to agree.
+    """
+    model = make(param.removesuffix(" int8"))
+    if not param.endswith(" int8"):
+        return model
+    monkeypatch.setitem(GENERATION["generation"], "weights", "int8")
+    return on_the_grid(model)
+
+
+def on_the_grid(model):
+    """`model` with weights that 8 bits hold exactly, written over its own."""
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, Conv1D)):
+            weight = module.weight.T if isinstance(module, Conv1D) else module.weight
+            with torch.no_grad():
+                weight.copy_(dequantize(quantize(weight, bits=8)))
+    return model
 
 
 def prompt(model, batch, length, seed, padded=True):
@@ -196,6 +226,7 @@ def compare(model, inputs, tier, **kwargs):
         except AssertionError:
             if min(distances, default=1.0) > AT_THE_CUT:
                 raise
+        assert model.generate.quantised == (GENERATION["generation"].get("weights") or "") or model.device.type != "cpu"
         (call,) = calls_of(model)
         assert call.tier == tier
         assert call.note == "" or ("32 candidates" in call.note and kwargs["num_beams"] > 1)

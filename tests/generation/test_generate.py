@@ -27,6 +27,7 @@ from tests.generation.same_calls import (
     ON_HOST,
     SAMPLING,
     VOCAB,
+    and_int8,
     assert_same,
     assert_same_cache,
     calls,
@@ -36,17 +37,18 @@ from tests.generation.same_calls import (
     prompt,
     sweep,
     teacher_forced_errors,
+    with_weights,
 )
 
 # Of random lengths some do not go together.
 pytestmark = pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 
 
-@pytest.fixture(params=FAMILIES)
-def model(request, each_device):
+@pytest.fixture(params=and_int8(FAMILIES))
+def model(request, each_device, monkeypatch):
     """Its weights are drawn on the CPU: with those that a GPU draws, two beams are 3e-6 apart and either may win."""
     with torch.device("cpu"):
-        drawn = tiny.FAMILIES[request.param]()
+        drawn = with_weights(request.param, lambda family: tiny.FAMILIES[family](), monkeypatch)
     return drawn.to(each_device)
 
 

@@ -8,16 +8,29 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import fuseopt
 from fuseopt.errors import ConfigError
 from fuseopt.generation.families.reference_step import KeyValueCache, ReferenceDecoder
+from fuseopt.generation.tiers import Tier
 from fuseopt.ops.low_bit import dequantize, quantize
 from tests import tiny
 from tests.generation.families.tiny_decoders import DECODERS, ENCODER_DECODERS
-from tests.generation.same_calls import assert_same, calls_of, generate, prompt
+from tests.generation.same_calls import (
+    ON_DEVICE,
+    assert_same,
+    calls,
+    calls_of,
+    compare,
+    generate,
+    prompt,
+    sweep,
+    with_weights,
+)
 
 GROUP = 32
 WEIGHTS = {
@@ -87,6 +100,22 @@ def test_tokens_of_the_dequantised_model(family: str, weights: str) -> None:
         assert calls_of(ours)[-1].tier.value == "T0", calls_of(ours)[-1]
     quantised = len(dict(quantised_layers(model, **WEIGHTS[weights])))
     assert quantised > 3 and f"{quantised} of" in str(fuseopt.report(ours)), fuseopt.report(ours)
+
+
+@pytest.fixture(params=["gpt2", "t5"])
+def exact(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """A model whose weights 8 bits hold exactly; `compare` quantises it."""
+    return with_weights(f"{request.param} int8", lambda family: tiny.FAMILIES[family](), monkeypatch)
+
+
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
+@sweep(24)
+@given(st.data())
+def test_random_calls(exact: nn.Module, data: st.DataObject) -> None:
+    """A few; slow tests make the calls of other files with int8 weights."""
+    inputs = prompt(exact, data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9)), data.draw(st.integers(0, 99)))
+    arguments = data.draw(calls(ON_DEVICE)) | data.draw(st.sampled_from([{}, {"bad_words_ids": [[9], [4, 5]]}]))
+    compare(exact, inputs, Tier.FAST_FORWARD if "bad_words_ids" in arguments else Tier.DEVICE_LOOP, **arguments)
 
 
 def test_the_reference_decoder_multiplies_with_the_dequantised_weights() -> None:

@@ -13,15 +13,15 @@ from fuseopt.generation.hf.checked_step import CheckedStep
 from fuseopt.generation.select.selection import Selection
 from fuseopt.generation.tiers import Tier
 from tests import tiny
-from tests.generation.same_calls import GENERATION, assert_same, generate, prompt
+from tests.generation.same_calls import GENERATION, and_int8, assert_same, generate, prompt, with_weights
 
 pytestmark = pytest.mark.usefixtures("each_device", "as_on_gpu")
 FAMILIES = {"gpt2": tiny.gpt2, "t5": tiny.t5}
 
 
-@pytest.fixture(params=FAMILIES)
-def model(request, each_device, as_on_gpu):
-    return FAMILIES[request.param]()
+@pytest.fixture(params=and_int8(FAMILIES))
+def model(request, each_device, as_on_gpu, monkeypatch):
+    return with_weights(request.param, lambda family: FAMILIES[family](), monkeypatch)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ _CPU_COMPILER = "inductor"
 GENERATION = {"generation": {"enable": True}}
 NO_GENERATION = {"preset": "inference", "generation": {"enable": False}}
 """The preset's kernels behind transformers' decode loop."""
+PREFIX_CACHE = {"preset": "inference", "generation": {"prefix_cache_mib": 1024}}
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Row:
         dtype: name of the model's dtype; "" means that of the run.
         lora: rank of LoRA adapters on all linear layers but the head, of random weights; 0 means none. Needs peft.
         merged: the adapters are merged into the weights.
+        prefix: tokens before `prompt`, the same in all calls, whose other tokens differ; 0 means the same prompts in
+            all calls.
     """
 
     model: str
@@ -51,6 +54,7 @@ class Row:
     dtype: str = ""
     lora: int = 0
     merged: bool = False
+    prefix: int = 0
 
     def random_model(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The model, in a run with this dtype.
@@ -73,6 +77,7 @@ class Row:
             f"ngram {self.ngram}" if self.ngram else "",
             "eos" if self.eos else "",
             f"LoRA {self.lora}{' merged' if self.merged else ''}" if self.lora else "",
+            f"after {self.prefix} seen before" if self.prefix else "",
             dtype_name(self.dtype_in(dtype)),
         ]
         sizes = f"{self.batch} x ({self.prompt} + {self.new})"
@@ -94,7 +99,9 @@ class Row:
             # The encoder halves the number of frames.
             prompts = random_features(device, self.batch, config.num_mel_bins, 2 * self.prompt)
         else:
-            prompts = random_tokens(device, config.vocab_size, self.batch, self.prompt)
+            prompts = random_tokens(device, config.vocab_size, self.batch, self.prefix + self.prompt)
+            if self.prefix:
+                options["new_tokens_from"] = self.prefix
         if static_cache:
             options["cache_implementation"] = "static"
             if device.type == "cpu":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from fuseopt.bench.harness.bars import bars
@@ -34,7 +35,7 @@ def save(results: Results, path: str | os.PathLike[str]) -> None:
     pyplot = _pyplot()
     cases = list(dict.fromkeys(bar.row.case for bar in drawn.bars))
     names = [bar.row.variant.split(" [")[0] for bar in drawn.bars]
-    colors = {name: f"C{index % 10}" for index, name in enumerate(dict.fromkeys(names))}
+    colors = colors_of(names)
     figure, axes = pyplot.subplots(figsize=(10, 1.2 + 0.28 * (len(drawn.bars) + len(cases))), layout="constrained")
     longest = max(bar.length for bar in drawn.bars)
     place, ticks = 0, []
@@ -52,6 +53,12 @@ def save(results: Results, path: str | os.PathLike[str]) -> None:
         axes.axvline(drawn.baseline, color="gray", linestyle="--", linewidth=1)
     axes.set_title(_origin(results), fontsize="small")
     _write(figure, path)
+
+
+def colors_of(names: Iterable[str]) -> dict[str, str]:
+    """Name -> one of matplotlib's ten colors. The first name, which is stock's, shares its color with no other."""
+    first, *others = dict.fromkeys(names)
+    return {first: "C0", **{name: f"C{1 + index % 9}" for index, name in enumerate(others)}}
 
 
 def save_bandwidth(results: Results, path: str | os.PathLike[str]) -> None:

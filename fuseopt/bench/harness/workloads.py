@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -204,15 +205,23 @@ def limited(work: Work, seconds: float) -> Work:
     return limited_work
 
 
-def generate(inputs: Tensor, **kwargs: Any) -> Work:
+def generate(inputs: Tensor, *, new_tokens_from: int | None = None, **kwargs: Any) -> Work:
     """Work: the tokens of a `generate()` call on prompts without padding; sampling uses the same seed in every call.
 
     Args:
         inputs: token ids [batch, length] int64, or features [batch, mels, frames] of audio in float32.
+        new_tokens_from: each call of a model has other ids from this position on; the n-th calls of all models have the
+            same. None for the same in every call.
     """
     options = {"do_sample": False, **kwargs}
+    calls: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
     def work(model: nn.Module) -> Tensor:
+        if new_tokens_from is not None:
+            count = calls[model] = calls.get(model, 0) + 1
+            prefix, others = inputs[:, :new_tokens_from], inputs[:, new_tokens_from:]
+            prompts = torch.cat((prefix, 1 + (others + count) % (model.config.vocab_size - 1)), dim=1)
+            return model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
         if options["do_sample"]:
             torch.manual_seed(0)
         if inputs.is_floating_point():

@@ -115,7 +115,7 @@ def _case(
 def _records(case: _RowCase, device: torch.device, bandwidth: float) -> list[Record]:
     row, model = case.row, case.whole.model()
     records, first_tokens = against_stock(case.whole, device), against_stock(case.first, device)
-    cache = cache_bytes(model, row.batch, row.beams, row.prompt, row.new)
+    cache = cache_bytes(model, row.batch, row.beams, row.prefix + row.prompt, row.new)
     floor = (weight_bytes(model) + cache) / bandwidth
     complete = []
     for first, record in zip(first_tokens, records, strict=True):

@@ -6,7 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from fuseopt.generation.select.selection import Selection
 from fuseopt.runtime.cuda_graphs import Captures, State, Work, stream_on
 from fuseopt.runtime.memory import is_out_of_memory
 from fuseopt.runtime.references import weak_attribute
+
+if TYPE_CHECKING:
+    from fuseopt.generation.prompt.prefix_cache import PrefixCache
 
 _PROMPTS_PER_STEP = 2
 # Steps in one graph. Fewer if an EOS token may end the call early, since surplus steps run for nothing.
@@ -104,10 +107,13 @@ class PromptWork(Work[_S]):
 
     Args:
         forward: takes state, length and whether tokens of the prompts are masked.
+        start: the slot from which on `forward` runs the prompts.
     """
 
-    def __init__(self, forward: Callable[[_S, int, bool], None], state: _S, length: int, masked: bool) -> None:
-        super().__init__((forward.__name__, state.sizes, length, masked), state)
+    def __init__(
+        self, forward: Callable[[_S, int, bool], None], state: _S, length: int, masked: bool, start: int = 0
+    ) -> None:
+        super().__init__((forward.__name__, state.sizes, length, masked, start), state)
         self.forward, self.length, self.masked = forward, length, masked
 
     def run(self) -> None:
@@ -122,11 +128,15 @@ class StepGraphs(Captures):
     Args:
         max_graphs: how many captured steps are kept, and twice as many prompts, since a call of an encoder-decoder
             uses two; 0 disables capture.
+
+    Attributes:
+        prefixes: what is kept of earlier prompts; None for nothing.
     """
 
     def __init__(self, max_graphs: int) -> None:
         super().__init__()
         self.max_graphs = max_graphs
+        self.prefixes: PrefixCache | None = None
         self._steps: OrderedDict[Hashable, StepWork] = OrderedDict()
         self._prompts: OrderedDict[Hashable, PromptWork[Any]] = OrderedDict()
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
@@ -154,6 +164,8 @@ class StepGraphs(Captures):
 
     def report_lines(self) -> Iterator[str]:
         """What is kept from call to call, and for which sizes; nothing if nothing is."""
+        if self.prefixes is not None:
+            yield from self.prefixes.report_lines()
         states = list({id(work.state): work.state for work in self._works()}.values())
         if not states:
             return
@@ -168,10 +180,17 @@ class StepGraphs(Captures):
                 yield f"a cache of {state.cache_size}, for {_counted(*works)}"
 
     def clear(self) -> None:
-        """Waits for queued work and drops everything that is captured."""
+        """Waits for queued work and drops everything that is captured, and the prefix cache."""
         self.drain()
-        for kept in (self._steps, self._prompts, self._seen):
+        for kept in (self._steps, self._prompts, self._seen, *(() if self.prefixes is None else (self.prefixes,))):
             kept.clear()
+
+    def give_back(self) -> None:
+        """`clear` because memory has run out."""
+        if self.prefixes is not None:
+            self.drain()
+            self.prefixes.give_back()
+        self.clear()
 
     def state(self, sizes: Hashable, make: Callable[[], _S]) -> _S:
         """The state of these sizes that captured work uses, or a new one from `make`."""
@@ -185,7 +204,7 @@ class StepGraphs(Captures):
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-        self.clear()
+        self.give_back()
         return function()
 
     def step(self, forward: DecodeStep, state: DecodeState, selection: Selection | None) -> StepWork:

@@ -385,6 +385,6 @@ def has_cuda_kernel(op: str, like: Tensor) -> bool:
     return like.is_cuda and has_kernel(op, like)
 
 
-def causal_mask(length: int, device: torch.device) -> Tensor:
-    """[length, length] bool: True where the key is not after the query."""
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril_()
+def causal_mask(length: int, device: torch.device, start: int = 0) -> Tensor:
+    """[length, start + length] bool, for queries from slot `start` on: True where the key is not after the query."""
+    return torch.ones(length, start + length, dtype=torch.bool, device=device).tril_(start)

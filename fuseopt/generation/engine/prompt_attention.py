@@ -1,4 +1,4 @@
-"""PromptAttention: causal attention within the prompts of one prefill, with what all layers share."""
+"""PromptAttention: causal attention of the prompts of one prefill, with what all layers share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from fuseopt import ops
 from fuseopt.generation.engine.attention import attend, is_plain
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
 
 
 class PromptAttention:
-    """Attention of each row's prompt to itself; its keys and values go into the first slots of a cache.
+    """Attention of each row's prompt to itself; its keys and values go into a cache, from slot `state.start` on.
+
+    The tokens attend to the slots before that one too.
 
     Args:
         state: with the prompts.
-        length: tokens a row, with the padding after them.
+        length: tokens a row to run, with the padding after them.
         masked: whether `state.keep` excludes any token of the prompts.
         attentions: of all layers.
         tables: by the id of a RotaryPositions, its table.
@@ -45,8 +48,9 @@ class PromptAttention:
         positions: Tensor,
     ) -> None:
         self.size, self.tables, self.positions = (state.sizes.rows, length), tables, positions
+        self.start, self.end = start, end = state.start, state.start + length
         self.in_prompt, self.dtype = state.in_prompt(length), state.dtype
-        # By the window of a layer, what is added to its scores: [rows or 1, 1, length, length]; None: nothing, but a
+        # By the window of a layer, what is added to its scores: [rows or 1, 1, length, end]; None: nothing, but a
         # token sees none after it.
         self.masks: dict[int | None, Tensor | None] = {}
         # Of capped scores PyTorch has no attention that takes a row without keys.
@@ -54,11 +58,14 @@ class PromptAttention:
         hidden = torch.finfo(state.dtype).min if is_capped else -torch.inf
         for window in {attention.window for attention in attentions}:
             self.masks[window] = None
-            is_windowed = window is not None and window < length
-            if masked or is_windowed or is_capped:
-                seen = causal_mask(length, state.device)[None, None]
-                seen = seen.triu(1 - window) if window is not None and is_windowed else seen
-                seen = seen & state.keep[:, None, None, :length] if masked else seen
+            is_windowed = window is not None and window < end
+            is_flash = state.device.type == "cuda" and state.dtype.itemsize == 2
+            if start and is_flash and not (masked or is_windowed or is_capped):
+                self.masks[window] = causal_lower_right(length, end)
+            elif masked or is_windowed or is_capped or start:
+                seen = causal_mask(length, state.device, start)[None, None]
+                seen = seen.triu(start + 1 - window) if window is not None and is_windowed else seen
+                seen = seen & state.keep[:, None, None, :end] if masked else seen
                 # As numbers, since PyTorch would turn it into numbers in every layer.
                 mask = torch.zeros(seen.shape, dtype=state.dtype, device=state.device)
                 self.masks[window] = mask.masked_fill_(~seen, hidden)
@@ -85,17 +92,19 @@ class PromptAttention:
         (rows, length), mask = self.size, self.masks[attention.window]
         kv_heads, head_dim = cache.shape[2], cache.shape[4]
         projected = stream.linear(attention.qkv, attention.norm)
-        if mask is None and is_plain(attention) and projected.shape[1] == 3 * kv_heads * head_dim:
+        if not self.start and mask is None and is_plain(attention) and projected.shape[1] == 3 * kv_heads * head_dim:
             qkv = projected.unflatten(1, (3, kv_heads, head_dim)).unflatten(0, self.size)
             if is_fast(qkv, cache[0], cache[1]):
                 return ops.prompt_attention_(qkv, cache[0], cache[1], attention.scale, pdl=True).flatten(0, 1)
         query = self._stored(projected, attention, cache)
-        keys, values = cache[:, :, :, :length].unbind()
+        keys, values = cache[:, :, :, : self.end].unbind()
         if attention.softcap is None:
             groups = query.shape[1] // kv_heads
-            if mask is not None and groups > 1:
-                # With a mask, PyTorch's fast kernels share no heads.
+            shares = groups > 1
+            if shares and cache.is_cuda and mask is not None and not isinstance(mask, CausalBias):
+                # With a mask, PyTorch's fast kernels share no heads on a GPU.
                 keys, values = (part.repeat_interleave(groups, dim=1) for part in (keys, values))
+                shares = False
             attended = F.scaled_dot_product_attention(
                 query,
                 keys,
@@ -103,7 +112,7 @@ class PromptAttention:
                 attn_mask=mask,
                 is_causal=mask is None,
                 scale=attention.scale,
-                enable_gqa=mask is None and groups > 1,
+                enable_gqa=shares,
             )
         else:
             assert mask is not None, "layers with capped scores have one"
@@ -112,12 +121,13 @@ class PromptAttention:
         return attended.transpose(1, 2).reshape(rows * length, -1)
 
     def _stored(self, projected: Tensor, attention: SelfAttention, cache: Tensor) -> Tensor:
-        """Writes keys and values of the projection [rows * length, any] into a layer's cache, and zeros for padding:
+        """Writes keys and values of the projection [rows * length, any] to a layer's cache, and zeros for padding:
         PyTorch's attention multiplies masked values by 0, and 0 * NaN is NaN.
 
         Returns:
             the queries [rows, heads, length, head_dim].
         """
+        cache = cache[:, :, :, self.start :]
         length, kv_heads, head_dim = self.size[1], cache.shape[2], cache.shape[4]
         if has_cuda_kernel("decode_rotary_store_", cache) and not attention.per_head:
             options = options_of_op(attention, head_dim, self.tables, self.positions)

@@ -138,10 +138,11 @@ class DecodeState:
         beams: static tensors of beam search; None outside it.
         absorbed: AbsorbedCrossAttention of a single item, or None.
         may_pad: whether a prefill may be given more tokens a row than the prompts have.
+        start: how many slots of `cache` are filled before a prefill, which runs the tokens after them.
     """
 
     def __init__(self, sizes: Sizes, shape: CacheShape, vocab: int) -> None:
-        self.sizes, self.dtype, self.used, self.may_pad = sizes, shape.dtype, False, True
+        self.sizes, self.dtype, self.used, self.may_pad, self.start = sizes, shape.dtype, False, True, 0
         # What the host knows of device tensors, to skip writing them again: `keep` is all True, `prompt_positions`
         # count up from 0, and `cross_keep` is True for so many slots in every item.
         self._keeps_all = self._counts_up = False
@@ -252,8 +253,8 @@ class DecodeState:
             self.beams.forget_ancestors()
 
     def in_prompt(self, length: int) -> Tensor | None:
-        """[length] bool: which of so many tokens a row are the prompts'; None if all are."""
-        return self.slots[:length] < self.slot if self.may_pad else None
+        """[length] bool: which of so many tokens a row, from slot `start` on, are the prompts'; None if all are."""
+        return self.slots[self.start : self.start + length] < self.slot if self.may_pad else None
 
     def load_prompt(self, input_ids: Tensor, keep: Tensor | None, positions: Tensor | None) -> None:
         """Loads a prompt for `prefill`, and sets where the first step after it starts.
@@ -263,7 +264,7 @@ class DecodeState:
             keep: attention mask [rows, any], nonzero where a token may be attended to; None if all may.
             positions: [rows, length] int64, or [1, length] if equal in all rows; None if they count up from 0.
         """
-        length = input_ids.shape[1]
+        length, self.start = input_ids.shape[1], 0
         self.begin(length, keep, None if positions is None else positions[:, -1] + 1)
         self.ids[:, :length] = input_ids
         if positions is not None:

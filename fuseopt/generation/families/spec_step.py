@@ -64,6 +64,7 @@ class SpecStep(DecodeStep):
     takes_lora: ClassVar[bool] = True
     takes_quantized_cache: ClassVar[bool] = True
     takes_low_bit: ClassVar[bool] = True
+    takes_prefix: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module) -> None:
         spec = self.spec = self.spec_of(model)
@@ -208,14 +209,14 @@ class SpecStep(DecodeStep):
         state.counters += 1
 
     def _prefill_prompt(self, state: DecodeState, length: int, masked: bool) -> None:
-        rows = state.sizes.rows
+        rows, run = state.sizes.rows, slice(state.start, state.start + length)
         in_prompt = state.in_prompt(length)
-        tokens, positions = (ids[:, :length].contiguous() for ids in (state.ids, state.prompt_positions))
+        tokens, positions = (ids[:, run].contiguous() for ids in (state.ids, state.prompt_positions))
         if in_prompt is not None:
             tokens, positions = tokens * in_prompt, positions * in_prompt
         attentions = [layer.self_attention for layer in self.layers]
         slots = PromptAttention(state, length, masked, attentions, self._tables(state), positions)
-        last = torch.arange(0, rows * length, length, device=state.device) + (state.slot - 1)
+        last = torch.arange(0, rows * length, length, device=state.device) + (state.slot - 1 - state.start)
         stream = self._stream(tokens.flatten(), positions.flatten())
         following = [*self._following()[:-1], None]
         for layer, cache, after in zip(self.layers, state.layer_caches, following, strict=True):

@@ -78,6 +78,8 @@ class DecodeStep(Protocol):
         takes_quantized_cache: `shape.stored_dtype` may be set, and the step then reads and writes `state.layer_caches`.
         takes_low_bit: `low_bit_choice`, `quantised_layers` and `quantize` are written, so weights may be in 8 or 4
             bits, also those of a checkpoint that comes quantised (`fuseopt.modules.quantised`).
+        takes_prefix: `prefill` of a decoder-only model runs prompts from slot `state.start` on, so that what is before
+            may come from a PrefixCache.
         is_quantised: `quantize` has found weights to quantise.
         token_embedding: [vocab, width], whose dtype and device tell whether the engine's kernels apply.
         shape: of the key-value cache, from which the engine makes a `DecodeState`.
@@ -95,6 +97,7 @@ class DecodeStep(Protocol):
     takes_lora: ClassVar[bool] = False
     takes_quantized_cache: ClassVar[bool] = False
     takes_low_bit: ClassVar[bool] = False
+    takes_prefix: ClassVar[bool] = False
 
     lora_layers: Sequence[nn.Module] = ()
     is_quantised: bool = False
@@ -161,7 +164,8 @@ class DecodeStep(Protocol):
         `state.counters`.
 
         Args:
-            length: tokens a row to run, at least the prompts' length. The rest is padding that no token may attend to.
+            length: tokens a row to run, at least those of the prompts after slot `state.start`, which is 0 unless the
+                step `takes_prefix`. The rest is padding that no token may attend to.
             masked: whether `state.keep` excludes any token of the prompts.
         """
         ...

@@ -18,6 +18,7 @@ from fuseopt.modules.lora import described
 from fuseopt.modules.quantised import UnreadableWeight
 from fuseopt.runtime.memory import is_out_of_memory
 from fuseopt.runtime.references import weak_attribute
+from fuseopt.runtime.written_values import Samples
 
 
 class ModelCheck(NamedTuple):
@@ -81,6 +82,8 @@ class CheckedStep:
         self.encoder: EncoderStep | None = None
         self._fingerprint: ModelFingerprint | None = None
         self._encoder_fingerprint: ModelFingerprint | None = None
+        self._sampled: ModelFingerprint | None = None
+        self._samples = Samples(())
         self._key: tuple[Hashable, ...] = ()
         self._encoder_key: tuple[Hashable, ...] = ()
         self._unread: str | None = None
@@ -158,6 +161,21 @@ class CheckedStep:
 
     def _versions(self) -> tuple[Hashable, ...]:
         return () if self.low_bit is None else self.low_bit.versions()
+
+    def weight_versions(self) -> tuple[Hashable, ...] | None:
+        """Differs once a weight has been written to, or other adapters are active; None if that cannot be seen.
+
+        `check` finds other changes. A write that changes no version, such as a fused optimizer's, is seen if it changes
+        one of about 100 sampled values of a weight. Waits for the device.
+        """
+        found = self._fingerprint
+        assert found is not None, "there is a step"
+        if any(parameter.is_inference() for parameter in found.parameters):
+            return None
+        if self._sampled is not found:
+            self._sampled, self._samples = found, Samples(found.parameters)
+        versions = (parameter._version for parameter in found.parameters)
+        return (*versions, *found.lora.versions(), self._samples.read())
 
     def use_encoder(self, *, check_now: bool) -> str | None:
         """Prepares `encoder` for this call.

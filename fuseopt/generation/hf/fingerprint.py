@@ -59,12 +59,14 @@ class ModelFingerprint:
         watch: compares the modules with this walk faster than another walk; None if a module has hooks, which only a
             walk can examine.
         lora: the LoRA layers in the trees.
+        parameters: of the modules.
     """
 
     reason: str | None
     key: tuple[Hashable, ...] = ()
     watch: ModuleWatch | None = None
     lora: LoraLayers = field(default_factory=lambda: LoraLayers({}), compare=False)
+    parameters: Sequence[nn.Parameter] = field(default=(), compare=False)
 
     def is_in_place(self) -> bool:
         """Whether the weights have their addresses and autocast is off, so that a step can read them.
@@ -143,7 +145,7 @@ def fingerprint(
     if torch.is_autocast_enabled(device.type):
         return ModelFingerprint("autocast is on")
     watch = None if special else ModuleWatch(modules, parameters, buffers=buffers)
-    return ModelFingerprint(None, (device, *key), watch, _lora_layers(model, modules))
+    return ModelFingerprint(None, (device, *key), watch, _lora_layers(model, modules), parameters)
 
 
 def _lora_layers(model: nn.Module, modules: Sequence[nn.Module]) -> LoraLayers:

@@ -19,7 +19,7 @@ from fuseopt.generation.families.step_interface import DecodeStep
 from fuseopt.generation.hf.checked_step import CheckedStep
 from fuseopt.generation.prompt.call_outcomes import CallOutcomes, call_key
 from fuseopt.generation.prompt.early_work import EarlyPrompt, EarlyWork
-from fuseopt.generation.prompt.prompts import run_encoded, run_forward
+from fuseopt.generation.prompt.prompts import run_encoded, run_tokens
 from fuseopt.runtime.memory import is_out_of_memory
 from fuseopt.runtime.references import weak_attribute
 
@@ -239,8 +239,7 @@ class EarlyPrefill:
                 given = {"attention_mask": keep}
                 positions = type(self.model)._prepare_position_ids_for_generation(self.model, input_ids, given)
             step.begin()
-            state.load_prompt(input_ids, keep, positions)
-            note = run_forward(step.prefill, self.graphs, state, rows, length, keep is not None)
+            note = run_tokens(step, self.graphs, state, input_ids, keep, positions)
             run = self._queue_steps(request, state, input_ids, has_ids=True)
         return EarlyPrompt(input_ids, request.mask, state, note, run=run)
 

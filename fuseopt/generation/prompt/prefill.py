@@ -17,7 +17,7 @@ from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.families.step_interface import DecodeStep
 from fuseopt.generation.hf.saved_cache import SavedCache
 from fuseopt.generation.prompt.early_work import EarlyPrompt
-from fuseopt.generation.prompt.prompts import run_encoded, run_forward
+from fuseopt.generation.prompt.prompts import joined_notes, run_encoded, run_tokens
 
 UNQUANTISED_PROMPT = "the model's own forward ran the prompt, with unquantised weights"
 
@@ -32,7 +32,7 @@ class Prefilled:
         pending: the first logits do not exist yet; a step on the prompt's only token has to compute them.
         has_ids: `state.ids` contains the prompt.
         was_early: the early prefill did all of this.
-        note: why the prompt was not captured in a CUDA graph, or `UNQUANTISED_PROMPT`; else empty.
+        note: why the prompt was not captured in a CUDA graph, `UNQUANTISED_PROMPT`, what the prefix cache did.
     """
 
     slots: int
@@ -70,7 +70,10 @@ def prefill(
         keep = None
     if not is_token_prompt(step, model, input_ids, config, model_kwargs) or (keep is not None and length == 1):
         step.begin()
-        note = UNQUANTISED_PROMPT if step.is_quantised else ""
+        notes = [UNQUANTISED_PROMPT] if step.is_quantised else []
+        if graphs.prefixes is not None:
+            notes.append("the prefix cache was not used: the model's own forward ran the prompt")
+        note = joined_notes(*notes)
         prefilled = replace(_by_the_model(model, state, input_ids, config, model_kwargs), note=note)
         step.cross_cache_filled(state)
         return prefilled
@@ -98,8 +101,7 @@ def prefill(
         state.begin(length, keep, None if positions is None else positions[:, -1] + 1)
         early.copy_to(state)
         return Prefilled(length, note=early.note)
-    state.load_prompt(input_ids, keep, positions)
-    note = run_forward(step.prefill, graphs, state, state.sizes.rows, length, masked=keep is not None)
+    note = run_tokens(step, graphs, state, input_ids, keep, positions)
     return Prefilled(length, has_ids=True, note=note)
 
 

@@ -20,8 +20,12 @@ def run_forward(
     prompts: int,
     length: int,
     masked: bool = False,
+    start: int = 0,
 ) -> str:
     """Runs `forward` on the prompts in `state`, padded to their length class if such prompts are captured.
+
+    Args:
+        length: tokens a prompt to run, those after slot `start`.
 
     Returns:
         why the prompt could not be captured, empty if it was or no capture was tried.
@@ -29,11 +33,48 @@ def run_forward(
     # Without the kernels, attention multiplies masked values by 0, and padding may leave NaN, which that keeps.
     captures = graphs.max_graphs and has_cuda_kernel(state.attention_op, state.encoded)
     padded = prompt_length_for(prompts, length, state.device) if captures else None
+    if padded is not None and start and start + padded > state.sizes.capacity:
+        padded = None
     state.may_pad = padded is not None
     if padded is not None:
-        return graphs.run_prompt(PromptWork(forward, state, padded, masked))
+        return graphs.run_prompt(PromptWork(forward, state, padded, masked, start))
     forward(state, length, masked)
     return ""
+
+
+def run_tokens(
+    step: DecodeStep,
+    graphs: StepGraphs,
+    state: DecodeState,
+    input_ids: Tensor,
+    keep: Tensor | None,
+    positions: Tensor | None,
+) -> str:
+    """Runs the prompts of a decoder-only model, but for what the prefix cache has of them.
+
+    Args:
+        input_ids, keep, positions: as for `DecodeState.load_prompt`.
+
+    Returns:
+        why the prompt could not be captured and what the prefix cache did, for the report; empty if there is nothing to
+        say.
+    """
+    (rows, length), prefixes = input_ids.shape, graphs.prefixes
+    state.load_prompt(input_ids, keep, positions)
+    if prefixes is None:
+        return run_forward(step.prefill, graphs, state, rows, length, keep is not None)
+    match = prefixes.find(step.shape, input_ids, keep, positions)
+    if isinstance(match, str):
+        note = run_forward(step.prefill, graphs, state, rows, length, keep is not None)
+        return joined_notes(note, f"the prefix cache was not used: {match}")
+    prefixes.load(match, state)
+    note = run_forward(step.prefill, graphs, state, rows, length - match.start, keep is not None, match.start)
+    return joined_notes(note, match.note, prefixes.store(match, state))
+
+
+def joined_notes(*notes: str) -> str:
+    """Notes for the report, without those that are empty."""
+    return "; ".join(filter(None, notes))
 
 
 def run_encoded(

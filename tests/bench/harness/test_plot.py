@@ -72,6 +72,12 @@ def test_bars_are_speed_ups_from_zero_on_a_linear_axis(monkeypatch, tmp_path):
     assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(0, 1), (0, 35), (0, 1), (0, 0.5)]
 
 
+def test_no_variant_has_the_color_of_stock():
+    colors = plot.colors_of(["stock", *map(str, range(20)), "stock"])
+    assert len(colors) == 21 and len(set(colors.values())) == 10
+    assert [name for name, color in colors.items() if color == colors["stock"]] == ["stock"]
+
+
 @pytest.mark.parametrize(
     ("rows", "axis", "lengths"),
     [

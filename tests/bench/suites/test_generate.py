@@ -156,6 +156,7 @@ def test_a_first_call_that_fails_says_why(monkeypatch):
     [
         (["--new", "3", "--batch", "2"], "--new, --batch: also name a model, such as --model"),
         (["--sample"], "--sample: also name a model"),
+        (["--prefix", "40"], "--prefix: also name a model"),
         (["--families", "--model", "gpt2-tiny"], "--families: has its own models"),
         (["--model", "gpt2-tiny", "--top-k", "0"], "--top-k: has an effect only with --sample"),
     ],
@@ -205,3 +206,25 @@ def test_adapters_unmerged_and_merged():
     unmerged, merged = (row.random_model(CPU, torch.float32) for row in rows)
     assert hasattr(unmerged.transformer.h[0].attn.c_attn, "lora_A")
     assert not hasattr(merged.transformer.h[0].attn.c_attn, "lora_A")
+
+
+def test_a_prefix_is_seen_before_and_what_follows_it_is_new():
+    class Model(torch.nn.Module):
+        config = load_config("gpt2-tiny")
+
+        def generate(self, input_ids, **options):
+            return input_ids
+
+    model, work = Model(), Row("gpt2-tiny", 1, prompt=5, new=3, prefix=20).work(CPU, 3)
+    first, second, of_another = (work(each)[0].tolist() for each in (model, model, Model()))
+    assert first[:20] == second[:20] and all(a != b for a, b in zip(first[20:], second[20:], strict=True))
+    assert of_another == first and min(*first, *second) > 0
+
+
+def test_a_first_token_after_a_prefix_is_timed_beside_one_without(monkeypatch):
+    seen, empty = {}, generate.Results.measured_here("generate", [], unit="us")
+    monkeypatch.setattr(generate, "run", lambda **options: seen.update(options) or empty)
+    given = ["--model", "gpt2-tiny", "--prompt", "6", "--new", "1", "--prefix", "40"]
+    assert main(["bench", "generate", "--device", "cpu", *given]) == 0
+    assert seen["rows"] == [Row("gpt2-tiny", 1, prompt=6, new=1, prefix=prefix) for prefix in (0, 40)]
+    assert seen["configs"]["with a prefix cache"]["generation"]["prefix_cache_mib"] > 0

@@ -28,7 +28,7 @@ from fuseopt.generation.select.selection import Selection
 from fuseopt.generation.tiers import Tier
 from tests import tiny
 from tests.axes import covering, thinned
-from tests.generation.same_calls import GENERATION, VOCAB, prompt, sweep
+from tests.generation.same_calls import GENERATION, VOCAB, and_int8, prompt, sweep, with_weights
 
 pytestmark = pytest.mark.usefixtures("each_device", "as_on_gpu")
 FAMILIES = {"gpt2": lambda: tiny.gpt2(n_positions=150), "t5": tiny.t5}
@@ -49,9 +49,9 @@ class Listener(BaseStreamer):
         pass
 
 
-@pytest.fixture(params=FAMILIES)
-def model(request, each_device, as_on_gpu):
-    return FAMILIES[request.param]()
+@pytest.fixture(params=and_int8(FAMILIES))
+def model(request, each_device, as_on_gpu, monkeypatch):
+    return with_weights(request.param, lambda family: FAMILIES[family](), monkeypatch)
 
 
 @pytest.fixture

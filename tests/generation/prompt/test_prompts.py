@@ -25,19 +25,22 @@ from fuseopt.generation.tiers import Tier
 from fuseopt.ops import registry
 from fuseopt.ops.decode.prompt_attention import prompt_attention_reference
 from tests import tiny
-from tests.generation.same_calls import GENERATION, assert_same, generate, prompt
+from tests.generation.same_calls import GENERATION, and_int8, assert_same, generate, prompt, with_weights
 
 pytestmark = pytest.mark.usefixtures("each_device")
 on_a_gpu = pytest.mark.parametrize("each_device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 
 
-@pytest.fixture(params=["gpt2", "t5", "gated t5"])
-def model(request, each_device):
-    return {
-        "gpt2": lambda: tiny.gpt2(n_positions=150),
-        "t5": tiny.t5,
-        "gated t5": lambda: tiny.t5(feed_forward_proj="gated-gelu"),
-    }[request.param]()
+FAMILIES = {
+    "gpt2": lambda: tiny.gpt2(n_positions=150),
+    "t5": tiny.t5,
+    "gated t5": lambda: tiny.t5(feed_forward_proj="gated-gelu"),
+}
+
+
+@pytest.fixture(params=and_int8(FAMILIES))
+def model(request, each_device, monkeypatch):
+    return with_weights(request.param, lambda family: FAMILIES[family](), monkeypatch)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from tests.generation.same_calls import (
     ON_DEVICE,
     SAMPLING,
     VOCAB,
+    and_int8,
     assert_same,
     calls_of,
     compare,
@@ -30,6 +31,7 @@ from tests.generation.same_calls import (
     prompt,
     sweep,
     token,
+    with_weights,
 )
 
 # Of random lengths some do not go together.
@@ -40,10 +42,14 @@ BEAMS = {
 }
 
 
-@pytest.fixture(params=FAMILIES)
-def model(request, each_device):
-    model = tiny.FAMILIES[request.param]()
-    if request.param == "gpt2":
+@pytest.fixture(params=and_int8(FAMILIES))
+def model(request, each_device, monkeypatch):
+    return with_weights(request.param, varied, monkeypatch)
+
+
+def varied(family):
+    model = tiny.FAMILIES[family]()
+    if family == "gpt2":
         # As it is initialised, it says the same token again and again, and beams hardly branch.
         with torch.no_grad():
             for parameter in model.parameters():

@@ -1,0 +1,256 @@
+"""PrefixCache: keys and values of how prompts begin, kept in blocks of tokens and reused by later calls."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fuseopt.generation.engine.state import CacheShape, DecodeState
+from fuseopt.generation.prompt.prompts import store
+from fuseopt.runtime.memory import is_out_of_memory
+
+BLOCK = 16
+"""Tokens in a block."""
+_BLOCK_BYTES = BLOCK * torch.int64.itemsize
+_MIB = 2**20
+
+_Key = tuple[int, bytes]
+"""The number of the block before, 0 for none, and the token ids of the block. Equal keys have equal ids from position 0
+on, since no two blocks have the same number."""
+
+
+class _Block(NamedTuple):
+    """A block that is kept: its number, and its place in the pool."""
+
+    number: int
+    place: int
+
+
+class _Row(NamedTuple):
+    """One prompt: how many masked tokens are before it, its ids as bytes of int64, and the places of its blocks."""
+
+    padding: int
+    ids: bytes
+    places: Sequence[int]
+
+
+class PrefixMatch(NamedTuple):
+    """What is kept of the prompts of a call.
+
+    Attributes:
+        start: how many slots of the state are filled from the cache, padding before the prompts included.
+        saved: tokens of all rows that are not run for that.
+        rows: the prompts.
+    """
+
+    start: int
+    saved: int
+    rows: Sequence[_Row]
+
+    @property
+    def note(self) -> str:
+        """For the report."""
+        return f"{self.saved} prompt tokens from the prefix cache" if self.saved else ""
+
+
+class PrefixCache:
+    """Keys and values of the prompts that a model has run, in blocks of 16 tokens, least recently used evicted first.
+
+    A block is found by its token ids and those of all blocks before it, which are compared and not only hashed. So keys
+    and values are those of the same tokens at the same positions. All blocks are in one pool, allocated when the first
+    prompt is kept. Source: the block tables of PagedAttention (Kwon et al. 2023, arXiv 2309.06180), whose blocks
+    are here copied to the state of a call.
+
+    Args:
+        mebibytes: size of the pool at most.
+        weight_versions: differs if the weights do; None if that cannot be known.
+
+    Attributes:
+        shape: of the model's cache, from the first prompt on.
+    """
+
+    def __init__(self, mebibytes: int, weight_versions: Callable[[], Hashable | None]) -> None:
+        self.mebibytes, self._weight_versions = mebibytes, weight_versions
+        self.shape: CacheShape | None = None
+        self._versions: Hashable = None
+        self._calls = self._hits = self._saved = 0
+        self._numbers = itertools.count(1)
+        self._skips_next = False
+        self.clear()
+
+    def __len__(self) -> int:
+        """How many blocks are kept."""
+        return len(self._blocks)
+
+    def clear(self) -> None:
+        """Drops all blocks, and frees the pool."""
+        # The last used last. A block is used after those that follow it, so that those are evicted before.
+        self._blocks: OrderedDict[_Key, _Block] = OrderedDict()
+        self._free: list[int] = []
+        self._pool: Tensor | None = None
+
+    def give_back(self) -> None:
+        """Frees the pool because memory has run out; the next prompt is run without it."""
+        self._skips_next = self._skips_next or self._pool is not None
+        self.clear()
+
+    def find(
+        self, shape: CacheShape, input_ids: Tensor, keep: Tensor | None, positions: Tensor | None
+    ) -> PrefixMatch | str:
+        """How much of each prompt is kept, or why the cache is not used. Waits for the device.
+
+        Args:
+            shape: of the model's cache.
+            input_ids, keep, positions: as for `DecodeState.load_prompt`.
+        """
+        self.shape = shape
+        if shape.stored_dtype is not None:
+            return "a prompt attends to its keys and values before they are rounded to 8 bits"
+        if self._skips_next:
+            self._skips_next = False
+            return "it was given back, as memory ran out"
+        if not self.capacity:
+            return f"a block takes {shape.bytes_per_slot * BLOCK / _MIB:.2f} MiB"
+        versions = self._weight_versions()
+        if versions is None:
+            return "weights made in inference mode do not show that they are written to"
+        if versions != self._versions:
+            self.clear()
+            self._versions = versions
+        length = input_ids.shape[1]
+        paddings = _paddings(input_ids, keep, positions)
+        if isinstance(paddings, str):
+            return paddings
+        rows = []
+        for ids, padding in zip(input_ids.cpu().to(torch.int64), paddings, strict=True):
+            held = ids[padding:].numpy().tobytes()
+            rows.append(_Row(padding, held, [self._blocks[key].place for key in self._chain(held)]))
+        # The first logits need one token that is run.
+        start = min(length - 1, *(row.padding + BLOCK * len(row.places) for row in rows))
+        saved = sum(max(0, start - row.padding) for row in rows)
+        self._calls, self._hits, self._saved = self._calls + 1, self._hits + bool(saved), self._saved + saved
+        return PrefixMatch(start if saved else 0, saved, rows)
+
+    def load(self, match: PrefixMatch, state: DecodeState) -> None:
+        """Fills the first `match.start` slots of `state.cache`, and sets `state.start`."""
+        state.start = match.start
+        for row, cache in zip(match.rows, state.cache.unbind(2), strict=True):
+            # What padding holds is multiplied by 0, and 0 * NaN is NaN.
+            cache[:, :, :, : min(row.padding, match.start)].zero_()
+            kept = cache[:, :, :, row.padding : match.start]
+            for slots, pooled in _pairs(self._pool, row.places, kept):
+                store(slots, pooled)
+
+    def store(self, match: PrefixMatch, state: DecodeState) -> str:
+        """Keeps the blocks of the prompts in `state` that are not kept yet; returns why it could not, or ""."""
+        if self._pool is None and any(len(row.ids) >= _BLOCK_BYTES for row in match.rows):
+            try:
+                self._allocate(state)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                return f"there was no memory for {self.mebibytes} MiB"
+        for row, cache in zip(match.rows, state.cache.unbind(2), strict=True):
+            first, places = self._insert(row.ids)
+            for slots, pooled in _pairs(self._pool, places, cache[:, :, :, row.padding + first * BLOCK :]):
+                store(pooled, slots)
+        return ""
+
+    def report_lines(self) -> Iterator[str]:
+        """What is kept and what that has saved; nothing before the first prompt."""
+        if self.shape is not None:
+            held = len(self) * BLOCK * self.shape.bytes_per_slot / _MIB
+            yield (
+                f"prefix cache: {held:.1f} of {self.mebibytes} MiB in {len(self)} blocks of {BLOCK} tokens; "
+                f"{self._hits} of {self._calls} calls reused {self._saved} prompt tokens"
+            )
+
+    @property
+    def capacity(self) -> int:
+        """How many blocks the pool has."""
+        assert self.shape is not None
+        return self.mebibytes * _MIB // (self.shape.bytes_per_slot * BLOCK)
+
+    def _allocate(self, state: DecodeState) -> None:
+        layers, two, _, heads, _, head_dim = state.cache.shape
+        # Written to in any mode. On a CPU the system provides a page when it is first written.
+        with torch.inference_mode(False):
+            self._pool = state.cache.new_empty(layers, two, heads, self.capacity * BLOCK, head_dim)
+        self._free = list(reversed(range(self.capacity)))
+
+    def _chain(self, ids: bytes) -> list[_Key]:
+        """The keys of the blocks that `ids` begin with, as far as they are kept."""
+        found, number = [], 0
+        for key_ids in _split(ids):
+            block = self._blocks.get((number, key_ids))
+            if block is None:
+                break
+            found.append((number, key_ids))
+            number = block.number
+        return found
+
+    def _insert(self, ids: bytes) -> tuple[int, Sequence[int]]:
+        """Marks the blocks of a prompt as used, and makes those that are not kept, as many as the pool has.
+
+        Returns:
+            how many were kept, and the places of those after them.
+        """
+        chain = self._chain(ids)
+        first, number = len(chain), self._blocks[chain[-1]].number if chain else 0
+        self._use(chain)
+        new, held = list(_split(ids))[first:], set(chain)
+        while len(self._free) < len(new) and self._blocks and next(iter(self._blocks)) not in held:
+            self._free.append(self._blocks.popitem(last=False)[1].place)
+        count = min(len(new), len(self._free))
+        # Neighbouring places are copied at once.
+        places = sorted(self._free[len(self._free) - count :])
+        del self._free[len(self._free) - count :]
+        for key_ids, place in zip(new, places, strict=False):
+            chain.append((number, key_ids))
+            number = next(self._numbers)
+            self._blocks[chain[-1]] = _Block(number, place)
+        self._use(chain)
+        return first, places
+
+    def _use(self, chain: Sequence[_Key]) -> None:
+        for key in reversed(chain):
+            self._blocks.move_to_end(key)
+
+
+def _split(ids: bytes) -> Iterator[bytes]:
+    return (ids[end - _BLOCK_BYTES : end] for end in range(_BLOCK_BYTES, len(ids) + 1, _BLOCK_BYTES))
+
+
+def _pairs(pool: Tensor | None, places: Sequence[int], slots: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of `slots` [layers, 2, kv_heads, any, head_dim] and of the pool that belong together; neighbouring places
+    are one view. `slots` may end before the last block does."""
+    begin, length = 0, slots.shape[3]
+    for _, group in itertools.groupby(enumerate(places), lambda item: item[1] - item[0]):
+        run = list(group)
+        first, end = run[0][1] * BLOCK, min(begin + len(run) * BLOCK, length)
+        if pool is None or end <= begin:
+            return
+        yield slots[:, :, :, begin:end], pool[:, :, :, first : first + end - begin]
+        begin = end
+
+
+def _paddings(input_ids: Tensor, keep: Tensor | None, positions: Tensor | None) -> list[int] | str:
+    """How many tokens before each prompt are masked; or why keys and values depend on more than ids and positions."""
+    rows, length = input_ids.shape
+    slots, counts = torch.arange(length, device="cpu"), torch.full((rows,), length, device="cpu")
+    if keep is not None:
+        kept = keep[:, :length].cpu().bool()
+        counts = kept.sum(dim=1)
+        if not torch.equal(kept, slots >= (length - counts)[:, None]):
+            return "the attention mask excludes tokens after the first of a prompt"
+    expected = slots - (length - counts)[:, None]
+    positions = slots if positions is None else positions.cpu()
+    if ((positions != expected) & (expected >= 0)).any():
+        return "position_ids do not count up from 0 in each prompt"
+    paddings: list[int] = (length - counts).tolist()
+    return paddings

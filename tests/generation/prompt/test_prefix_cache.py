@@ -1,0 +1,449 @@
+"""Prompts that begin alike: the tokens of transformers, and only tokens run that the prefix cache does not have."""
+
+import gc
+import re
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+import fuseopt
+from fuseopt.generation.engine.state import CacheShape, DecodeState, Sizes
+from fuseopt.generation.families.spec_step import SpecStep
+from fuseopt.generation.prompt.prefix_cache import BLOCK, PrefixCache
+from fuseopt.generation.tiers import Tier
+from tests import tiny
+from tests.generation.families.tiny_decoders import DECODERS, grouped
+from tests.generation.same_calls import CLOSE, VOCAB, calls_of, generate, sweep
+
+pytestmark = pytest.mark.usefixtures("each_device")
+CONFIG = {"generation": {"prefix_cache_mib": 8}}
+MODELS = {
+    "gpt2": lambda: tiny.gpt2(n_positions=150),
+    # Shared heads, positions that rotate.
+    "llama": lambda: grouped("llama", max_position_embeddings=150),
+    # Windows of 8 slots in some layers.
+    "gemma3": DECODERS["gemma3"],
+    # Capped scores.
+    "gemma2": DECODERS["gemma2"],
+    # Learned positions with an offset.
+    "opt": lambda: tiny.decoder("opt", max_position_embeddings=150),
+}
+CALLS = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "top_k": 12, "num_return_sequences": 2},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "T1": {"max_time": 1e6},
+    "T1 beams": {"num_beams": 2, "bad_words_ids": [[5, 6]]},
+}
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The prompts that decode steps run, as (first slot, tokens a row)."""
+    seen, run = [], SpecStep._prefill_prompt
+
+    def noting(step, state, length, masked):
+        seen.append((state.start, length))
+        run(step, state, length, masked)
+
+    monkeypatch.setattr(SpecStep, "_prefill_prompt", noting)
+    return seen
+
+
+def tokens(length, seed, rows=1):
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randint(3, VOCAB, (rows, length), generator=generator, device="cpu")
+
+
+def prompts(*parts):
+    """input_ids and attention_mask of rows that are each a sequence of (tokens, seed), padded on the left."""
+    rows = [torch.cat([tokens(*part)[0] for part in row]) for row in parts]
+    longest = max(map(len, rows))
+    ids, mask = (torch.zeros(len(rows), longest, dtype=torch.int64, device="cpu") for _ in range(2))
+    for index, row in enumerate(rows):
+        ids[index, longest - len(row) :], mask[index, longest - len(row) :] = row, 1
+    device = torch.get_default_device()
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+def assert_same_tokens(got, wanted):
+    (got, got_random), (wanted, wanted_random) = got, wanted
+    assert torch.equal(got.sequences, wanted.sequences) and torch.equal(got_random, wanted_random)
+    for ours, theirs in zip(got.logits, wanted.logits, strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+def prefixes_of(model):
+    return model.generate.graphs.prefixes
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [*(("llama", how) for how in CALLS), *((name, "greedy") for name in MODELS if name != "llama"), ("gpt2", "beams")],
+)
+def test_only_new_tokens_run_and_tokens_are_those_of_transformers(name, how, ran):
+    model, kwargs = MODELS[name](), {"max_new_tokens": 5, **CALLS[how]}
+    system = (40, 1)
+    given_prompts = [prompts([system, (9, 2)]), prompts([system, (13, 3)]), prompts([system, (9, 2)])]
+    wanted = [generate(model, inputs, **kwargs) for inputs in given_prompts]
+    fuseopt.initialize(model, CONFIG)
+    for inputs, stock in zip(given_prompts, wanted, strict=True):
+        assert_same_tokens(generate(model, inputs, **kwargs), stock)
+    # 40 tokens are 2 blocks and a part of one; 49 are 3 and a token that the first logits need.
+    assert ran == [(0, 49), (32, 21), (48, 1)]
+    assert {call.tier for call in calls_of(model)} == {Tier.FAST_FORWARD if "T1" in how else Tier.DEVICE_LOOP}
+    rows = CALLS[how].get("num_beams") or CALLS[how].get("num_return_sequences", 1)
+    assert f"{48 * rows} prompt tokens from the prefix cache" in str(calls_of(model)[-1])
+    assert f"2 of 3 calls reused {80 * rows} prompt tokens" in str(fuseopt.report(model))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3", "opt"])  # Gemma 2 masks eagerly, by its own forward
+def test_rows_with_padding_reuse_their_own_prefixes(name, ran):
+    model, kwargs = MODELS[name](), {"max_new_tokens": 4}
+    calls = [
+        prompts([(33, 1), (5, 2)], [(17, 3), (2, 4)]),
+        # Slots 0 to 13 of the second row are padding, and its first block ends at slot 30.
+        prompts([(33, 1), (9, 5)], [(17, 3), (11, 6)]),
+        # Nothing of the second row is kept, so the first 34 slots are padding or run.
+        prompts([(33, 1), (20, 7)], [(19, 8)]),
+        # A prompt alone, which was padded before.
+        prompts([(17, 3), (11, 6)]),
+    ]
+    wanted = [generate(model, inputs, **kwargs) for inputs in calls]
+    fuseopt.initialize(model, CONFIG)
+    for inputs, stock in zip(calls, wanted, strict=True):
+        assert_same_tokens(generate(model, inputs, **kwargs), stock)
+    assert ran == [(0, 38), (30, 12), (32, 21), (16, 12)]
+    assert {call.tier for call in calls_of(model)} == {Tier.DEVICE_LOOP}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
+def test_random_prompts_that_share_random_prefixes(name, monkeypatch):
+    model = MODELS[name]()
+    stock = MODELS[name]()
+    fuseopt.initialize(model, CONFIG)
+    part = st.tuples(st.integers(1, 40), st.integers(0, 2))
+    # So few that blocks are evicted all the time.
+    monkeypatch.setattr(PrefixCache, "capacity", 12)
+
+    @sweep(30)
+    @given(rows=st.lists(st.lists(part, min_size=1, max_size=3), min_size=1, max_size=3), beams=st.integers(1, 2))
+    def check(rows, beams):
+        inputs, kwargs = prompts(*rows), {"max_new_tokens": 2, "num_beams": beams}
+        assert_same_tokens(generate(model, inputs, **kwargs), generate(stock, inputs, **kwargs))
+
+    check()
+    assert len(prefixes_of(model)) == 12 and re.search(
+        r"[1-9]\d* of \d+ calls reused [1-9]", str(fuseopt.report(model))
+    )
+
+
+@pytest.fixture
+def llama():
+    model = fuseopt.initialize(MODELS["llama"](), CONFIG)
+    return model, prompts([(40, 1), (9, 2)])
+
+
+def last_note(model):
+    return str(calls_of(model)[-1])
+
+
+def assert_as_stock(model, inputs, **kwargs):
+    """The call has the tokens that it has after `restore`, of a model that generates as it does now."""
+    got = generate(model, inputs, max_new_tokens=4, **kwargs)
+    options = {"max_new_tokens": 4, **kwargs}
+    with fuseopt.fused(model, {"generation": {"enable": True}}):
+        wanted = generate(model, inputs, **options)
+    assert_same_tokens(got, wanted)
+
+
+@pytest.mark.parametrize("edit", ["in place", "a step", "a fused step", "through data", "assigned", "load_state_dict"])
+def test_keys_and_values_of_other_weights_are_not_reused(edit, ran):
+    model, stock, inputs = MODELS["llama"](), MODELS["llama"](), prompts([(40, 1), (9, 2)])
+    fuseopt.initialize(model, CONFIG)
+    generate(model, inputs, max_new_tokens=2)
+    for each in (model, stock):
+        weight = each.model.layers[0].self_attn.v_proj.weight
+        if edit == "in place":
+            with torch.no_grad():
+                weight[1, 2] += 1
+        elif edit == "through data":
+            weight.data.mul_(1.5)
+        elif edit in ("a step", "a fused step"):
+            optimizer = torch.optim.AdamW(each.parameters(), lr=0.1, fused=edit == "a fused step")
+            each.train()
+            torch.autograd.backward(each(inputs["input_ids"]).logits.sum())
+            optimizer.step()
+            each.eval()
+        elif edit == "assigned":
+            each.model.layers[0].self_attn.v_proj.weight = torch.nn.Parameter(weight.detach() * 1.5)
+        else:
+            each.load_state_dict({name: value * 1.1 for name, value in each.state_dict().items()})
+    del ran[:]
+    for _ in range(2):
+        assert_same_tokens(generate(model, inputs, max_new_tokens=4), generate(stock, inputs, max_new_tokens=4))
+    assert ran == [(0, 49), (48, 1)] and len(prefixes_of(model)) == 3
+
+
+def test_keys_and_values_of_other_adapters_are_not_reused(ran):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["v_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(MODELS["llama"](), config)
+    adapted.add_adapter("other", config)
+    adapted.eval()
+    inputs, model = prompts([(40, 1), (9, 2)]), adapted.base_model.model
+    factor = model.model.layers[1].self_attn.v_proj.lora_B["default"].weight
+    before = factor.detach().clone()
+
+    def outputs():
+        calls = []
+        for name in ("default", "other", "default"):
+            adapted.set_adapter(name)
+            calls += [generate(adapted, inputs, max_new_tokens=4) for _ in range(2)]
+        with adapted.disable_adapter():
+            calls += [generate(adapted, inputs, max_new_tokens=4) for _ in range(2)]
+        with torch.no_grad():
+            factor.add_(1)
+        return calls + [generate(adapted, inputs, max_new_tokens=4) for _ in range(2)]
+
+    fuseopt.initialize(model, CONFIG)
+    got = outputs()
+    assert ran == [(0, 49), (48, 1)] * 5
+    fuseopt.restore(model)
+    with torch.no_grad():
+        factor.copy_(before)
+    for ours, theirs in zip(got, outputs(), strict=True):
+        assert_same_tokens(ours, theirs)
+
+
+def test_other_constants_and_dtypes_drop_it(llama, ran):
+    model, inputs = llama
+    generate(model, inputs, max_new_tokens=2)
+    model.model.layers[0].input_layernorm.variance_epsilon = 0.5
+    assert_as_stock(model, inputs)
+    model.double()
+    generate(model, inputs, max_new_tokens=2)
+    assert ran[0] == ran[1] == ran[-1] == (0, 49) and prefixes_of(model)._pool.dtype is torch.float64
+
+
+def test_restore_and_deletion_free_it(llama):
+    model, inputs = llama
+    generate(model, inputs, max_new_tokens=2)
+    pool = weakref.ref(prefixes_of(model)._pool)
+    fuseopt.restore(model)
+    gc.collect()
+    assert pool() is None
+
+
+def test_memory_that_runs_out_takes_it_back(llama, ran, monkeypatch):
+    model, inputs = llama
+    generate(model, inputs, max_new_tokens=2)
+    pool, make = weakref.ref(prefixes_of(model)._pool), DecodeState.__init__
+
+    def failing(state, *args):
+        if pool() is not None:
+            raise torch.OutOfMemoryError("no memory")
+        make(state, *args)
+
+    monkeypatch.setattr(DecodeState, "__init__", failing)
+    assert_same_tokens(
+        generate(model, inputs, max_new_tokens=90), generate(MODELS["llama"](), inputs, max_new_tokens=90)
+    )
+    assert pool() is None and ran == [(0, 49)] * 2
+    assert "the prefix cache was not used: it was given back, as memory ran out" in last_note(model)
+    assert calls_of(model)[-1].tier is Tier.DEVICE_LOOP
+    monkeypatch.undo()
+
+
+def test_a_pool_without_memory_is_said(llama, monkeypatch):
+    model, inputs = llama
+
+    def failing(cache, state):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(PrefixCache, "_allocate", failing)
+    for _ in range(2):
+        generate(model, inputs, max_new_tokens=2)
+        assert "there was no memory for 8 MiB" in last_note(model) and calls_of(model)[-1].tier is Tier.DEVICE_LOOP
+
+
+def _hole(model, inputs):
+    inputs["attention_mask"][0, 20] = 0
+
+
+def _padding_after(model, inputs):
+    inputs["attention_mask"][0, -2:] = 0
+
+
+def _positions(model, inputs):
+    inputs["position_ids"] = torch.arange(49)[None] + 3
+
+
+def _embeddings(model, inputs):
+    inputs["inputs_embeds"] = model.get_input_embeddings()(inputs["input_ids"]).detach()
+
+
+def _cache(model, inputs):
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(inputs["input_ids"][:, :20], past_key_values=cache)
+    inputs["past_key_values"] = cache
+
+
+def _chunks(model, inputs):
+    inputs["prefill_chunk_size"] = 16
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_hole, "the attention mask excludes tokens after the first of a prompt"),
+        (_padding_after, "the attention mask excludes tokens after the first of a prompt"),
+        (_positions, "position_ids do not count up from 0 in each prompt"),
+        (_embeddings, "the model's own forward ran the prompt"),
+        (_cache, "the model's own forward ran the prompt"),
+        (_chunks, "the model's own forward ran the prompt"),
+    ],
+)
+def test_prompts_that_are_more_than_tokens_are_not_looked_up(llama, change, reason):
+    model, inputs = llama
+    generate(model, inputs, max_new_tokens=2)
+    held, stock = len(prefixes_of(model)), MODELS["llama"]()
+    calls = []
+    for each in (stock, model):
+        changed = {name: value.clone() for name, value in inputs.items()}
+        change(each, changed)
+        calls.append(generate(each, changed, max_new_tokens=4))
+    assert_same_tokens(*calls)
+    assert f"the prefix cache was not used: {reason}" in last_note(model) and held == len(prefixes_of(model)) == 3
+
+
+def test_weights_made_in_inference_mode_are_not_trusted():
+    with torch.inference_mode():
+        model = MODELS["llama"]()
+    fuseopt.initialize(model, CONFIG)
+    generate(model, prompts([(40, 1)]), max_new_tokens=2)
+    assert "weights made in inference mode do not show that they are written to" in last_note(model)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_calls_in_inference_mode_share_with_others(llama, ran, mode):
+    model, inputs = llama
+    with mode():
+        generate(model, inputs, max_new_tokens=2)
+    generate(model, inputs, max_new_tokens=2)
+    with torch.inference_mode():
+        generate(model, prompts([(48, 1), (9, 2)]), max_new_tokens=2)
+    assert ran == [(0, 49), (48, 1), (32, 25)]
+
+
+def test_plan_says_for_whom():
+    def reason(model, config=CONFIG):
+        return next(r.reason for r in fuseopt.plan(model, config).replacements if r.sites[0].path == "generate")
+
+    assert "prefix cache of 8 MiB" in reason(MODELS["llama"]())
+    assert "prefix cache" not in reason(MODELS["llama"](), {"generation": {"enable": True}})
+    assert "no prefix cache: each token of an encoder's output depends on all of its input" in reason(tiny.t5())
+    assert prefixes_of(fuseopt.initialize(tiny.t5(), CONFIG)) is None
+
+
+def test_a_pool_smaller_than_a_block_is_said():
+    cache, of = PrefixCache(1, lambda: 0), (torch.float32, torch.device("cpu"))
+    assert cache.find(CacheShape(8, 8, 132, *of), tokens(20, 1), None, None) == "a block takes 1.03 MiB"
+    assert cache.find(CacheShape(8, 8, 128, *of), tokens(20, 1), None, None).start == 0
+
+
+class Prompts:
+    """A PrefixCache of so many blocks, and a state whose keys and values are its tokens and their positions."""
+
+    def __init__(self, blocks):
+        # A block of 1 MiB.
+        self.shape = CacheShape(2**12 // BLOCK, 16, 2, torch.float32, torch.device("cpu"))
+        self.version, self.cache = 0, PrefixCache(blocks, lambda: self.version)
+
+    def __call__(self, *parts):
+        """Runs a prompt; returns how many of its tokens were kept."""
+        ids = prompts(parts)["input_ids"].cpu()
+        length = ids.shape[1]
+        state = DecodeState(Sizes(1, length + 1), self.shape, 5)
+        state.cache.fill_(torch.nan)
+        wanted = torch.stack((ids[0], torch.arange(length, device="cpu")), dim=1).float().expand(256, 2, 16, -1, -1)
+        state.load_prompt(ids, None, None)
+        match = self.cache.find(self.shape, ids, None, None)
+        self.cache.load(match, state)
+        assert torch.equal(state.cache[:, :, 0, :, : match.start], wanted[:, :, :, : match.start])
+        state.cache[:, :, 0, :, match.start : length] = wanted[:, :, :, match.start :]
+        assert self.cache.store(match, state) == ""
+        return match.start
+
+
+def test_the_least_recently_used_block_goes_first_and_the_last_of_a_prompt_before_its_first():
+    run = Prompts(6)
+    assert run((32, 1), (1, 0)) == 0 and run((32, 2), (1, 0)) == 0 and run((32, 3), (1, 0)) == 0
+    assert run((32, 1), (1, 0)) == 32  # now prompt 2 is the oldest
+    assert run((16, 4), (1, 0)) == 0  # takes the place of its last block
+    assert run((32, 1), (1, 0)) == 32 and run((32, 3), (1, 0)) == 32
+    assert run((32, 2), (1, 0)) == 16 and len(run.cache) == 6
+    # Prompt 4 has been the oldest, and has gone for the last block of prompt 2.
+    assert run((16, 4), (1, 0)) == 0
+
+
+def test_a_prompt_longer_than_the_pool_keeps_its_beginning():
+    run = Prompts(3)
+    assert run((70, 1), (1, 0)) == 0 and run((70, 1), (1, 0)) == 48
+    assert run((16, 2), (1, 0)) == 0 and run((70, 1), (1, 0)) == 32
+
+
+def test_equal_blocks_after_others_are_others():
+    run = Prompts(9)
+    assert run((16, 1), (16, 2), (1, 0)) == 0
+    assert run((16, 2), (16, 1), (1, 0)) == 0
+    assert run((16, 2), (16, 2), (1, 0)) == 16
+    assert run((16, 1), (16, 2), (1, 0)) == run((16, 2), (16, 1), (1, 0)) == 32
+    run.version += 1
+    assert run((16, 1), (16, 2), (1, 0)) == 0 and len(run.cache) == 2
+
+
+def test_fragmented_places_are_copied_in_order():
+    run, generator = Prompts(7), torch.Generator("cpu").manual_seed(0)
+    kept = 0
+    for _ in range(60):
+        first, second = torch.randint(0, 3, (2,), generator=generator, device="cpu").tolist()
+        length = int(torch.randint(1, 60, (1,), generator=generator, device="cpu"))
+        kept += run((35, first), (length, second)) > 0  # the class compares keys and values
+    assert 20 < kept < 60
+
+
+def test_paths_of_a_gpu_pad_what_is_left_of_a_prompt(llama, ran, as_on_gpu):
+    model, inputs = llama
+    stock = MODELS["llama"]()
+    calls = [inputs, prompts([(40, 1), (19, 3)]), prompts([(40, 1), (21, 4)]), prompts([(40, 1), (21, 5)], [(35, 1)])]
+    for each in calls:
+        assert_same_tokens(generate(model, each, max_new_tokens=3), generate(stock, each, max_new_tokens=3))
+    # 27 and 29 tokens run as 32. In the last call slots 0 to 25 of the second row are padding.
+    assert ran[-3:] == [(32, 32), (32, 32), (32, 32)] and ran[0] == (0, 64)
+
+
+def test_what_is_left_is_not_padded_beyond_the_cache(llama, ran, as_on_gpu):
+    model = llama[0]
+    stock = MODELS["llama"]()
+    for each in (prompts([(80, 1), (9, 2)]), prompts([(80, 1), (40, 3)])):
+        assert_same_tokens(generate(model, each, max_new_tokens=3), generate(stock, each, max_new_tokens=3))
+    assert ran[-1] == (80, 40)
+
+
+@pytest.mark.parametrize("each_device", ["cpu"], indirect=True)
+def test_a_cache_in_8_bits_is_not_shared(ran):
+    config, inputs = {"generation": {"prefix_cache_mib": 8, "cache_dtype": "int8"}}, prompts([(40, 1), (9, 2)])
+    reason = "a prompt attends to its keys and values before they are rounded to 8 bits"
+    model = MODELS["llama"]()
+    assert f"no prefix cache: {reason}" in fuseopt.plan(model, config).replacements[0].reason
+    fuseopt.initialize(model, config)
+    for _ in range(2):
+        generate(model, inputs, max_new_tokens=2)
+        assert f"the prefix cache was not used: {reason}" in last_note(model)
+    assert ran == [(0, 49)] * 2
