@@ -309,12 +309,13 @@ def _generation(block: Mapping[str, Any]) -> GenerationOptions:
     _check_keys("generation", block, tuple(GenerationOptions.__dataclass_fields__))
     default = GenerationOptions()
     length, cache_dtype = block.get("max_length", default.max_length), block.get("cache_dtype")
+    is_plain = cache_dtype is None or cache_dtype is False
     return GenerationOptions(
         enable=boolean("generation.enable", block.get("enable", default.enable)),
         max_batch=count("generation.max_batch", block.get("max_batch", default.max_batch), 1),
         max_length=None if length is None else count("generation.max_length", length, 1),
         max_graphs=count("generation.max_graphs", block.get("max_graphs", default.max_graphs), 0),
-        cache_dtype=None if cache_dtype is None else choice("generation.cache_dtype", cache_dtype, ("int8", "fp8")),
+        cache_dtype=None if is_plain else choice("generation.cache_dtype", cache_dtype, ("int8", "fp8")),
         weights=_low_bit(block.get("weights")),
         prefix_cache_mib=count(
             "generation.prefix_cache_mib", block.get("prefix_cache_mib", default.prefix_cache_mib), 0

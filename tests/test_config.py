@@ -100,8 +100,9 @@ def test_a_bool_beside_auto_keeps_what_a_choice_has_in_that_block():
     assert config.kernel_fusion.jit is None and config.generation == GenerationOptions(enable=False, max_batch=4)
 
 
-def test_false_turns_quantised_weights_off():
-    assert Config.load({"generation": {"weights": False}}) == Config.load({"generation": {"weights": None}})
+@pytest.mark.parametrize("key", ["weights", "cache_dtype"])
+def test_false_quantises_nothing_as_null_does(key):
+    assert Config.load({"generation": {key: False}}) == Config.load({"generation": {key: None}})
 
 
 def test_generation_alone_asks_for_no_fusion():
