@@ -1,4 +1,4 @@
-// Attention of one query to a head's cache: scores, softmax and weighted values, in turn. A cache of 8 bits is widened in
+// Attention of queries to a head's cache: scores, softmax and weighted values, in turn. A cache of 8 bits is widened in
 // registers. In the same namespace as decode_tiles_body.h.
 
 // e4m3.
@@ -54,22 +54,26 @@ inline Vector<MathOf<T>> read_elements(const T* data, int64_t count) {
   return CacheElements<T>::read(padded);
 }
 
-template <typename T>
+// Of kQueries queries from `first_query` on, for which each key and value is widened once.
+template <typename T, int kQueries>
 class Attention {
  public:
   using Math = MathOf<T>;
 
-  explicit Attention(const HeadAttention& a)
-      : a_(a), scores_(static_cast<Math*>(a.scores)), output_(static_cast<Math*>(a.output)) {}
+  Attention(const HeadAttention& a, int64_t first_query)
+      : a_(a), places_(std::max<int64_t>(0, a.end - a.begin)), query_(static_cast<const Math*>(a.query) + first_query * a.head_dim),
+        bias_(a.bias == nullptr ? nullptr : static_cast<const Math*>(a.bias) + first_query * a.distances),
+        scores_(static_cast<Math*>(a.scores) + first_query * places_),
+        output_(static_cast<Math*>(a.output) + first_query * a.head_dim) {}
 
   void run() const {
     if (score()) return add_values();
-    std::memset(output_, 0, a_.head_dim * sizeof(Math));
+    std::memset(output_, 0, kQueries * a_.head_dim * sizeof(Math));
   }
 
  private:
   static constexpr int64_t kStep = kLanes<Math>;
-  // Vectors of output at once: sums that do not wait for each other.
+  // Vectors of a query's output at once: sums that do not wait for each other.
   static constexpr int kColumns = 4;
 
   bool is_attended(int64_t place) const { return a_.mask == nullptr || a_.mask[place]; }
@@ -87,52 +91,62 @@ class Attention {
   // The places' weights, before values' scales, which sum up to 1; false if no place is attended to.
   bool score() const {
     constexpr Math kLeast = -std::numeric_limits<Math>::infinity();
-    Math highest = kLeast, total = 0;
+    Math highest[kQueries];
+    std::fill_n(highest, kQueries, kLeast);
     bool attends = false;
     for (int64_t first = a_.begin; first < a_.end; first += kStep) {
       const int64_t count = std::min(kStep, a_.end - first);
-      Math products[kStep];
-      store<Math>(products, products_of(first, count));
+      Math products[kQueries][kStep];
+      multiply_keys(first, count, products);
       for (int64_t i = 0; i < count; ++i) {
         const int64_t place = first + i;
-        Math& score = scores_[place - a_.begin] = kLeast;
-        if (!is_attended(place)) continue;
-        attends = true;
-        score = products[i] * scale_of(a_.key_scales, index(place));
-        if (a_.softcap > 0) score = static_cast<Math>(a_.softcap) * std::tanh(score / static_cast<Math>(a_.softcap));
-        if (a_.bias != nullptr) {
-          score += static_cast<const Math*>(a_.bias)[std::min(a_.end - 1 - place, a_.distances - 1)];
+        const bool is_kept = is_attended(place);
+        attends |= is_kept;
+        const Math scale = is_kept ? scale_of(a_.key_scales, index(place)) : Math{0};
+        for (int q = 0; q < kQueries; ++q) {
+          Math& score = scores_[q * places_ + place - a_.begin] = kLeast;
+          if (!is_kept) continue;
+          score = products[q][i] * scale;
+          if (a_.softcap > 0) score = static_cast<Math>(a_.softcap) * std::tanh(score / static_cast<Math>(a_.softcap));
+          if (bias_ != nullptr) score += bias_[q * a_.distances + std::min(a_.end - 1 - place, a_.distances - 1)];
+          highest[q] = score > highest[q] ? score : highest[q];
         }
-        highest = score > highest ? score : highest;
       }
     }
     if (!attends) return false;
-    const int64_t places = a_.end - a_.begin;
+    for (int q = 0; q < kQueries; ++q) {
+      Math* const scores = scores_ + q * places_;
+      Math total = 0;
 #pragma omp simd reduction(+ : total)
-    for (int64_t i = 0; i < places; ++i) {
-      scores_[i] = exp(scores_[i] - highest);
-      total += scores_[i];
-    }
+      for (int64_t i = 0; i < places_; ++i) {
+        scores[i] = exp(scores[i] - highest[q]);
+        total += scores[i];
+      }
 #pragma omp simd
-    for (int64_t i = 0; i < places; ++i) scores_[i] /= total;
+      for (int64_t i = 0; i < places_; ++i) scores[i] /= total;
+    }
     return true;
   }
 
-  // Of the query with the keys of `count` places.
-  Vector<Math> products_of(int64_t first, int64_t count) const {
-    Vector<Math> sums[kStep] = {};
-    for (int64_t i = 0; i < count; ++i) {
-      if (!is_attended(first + i)) continue;
-      const T* key = static_cast<const T*>(a_.keys) + index(first + i) * a_.head_dim;
-      const Math* query = static_cast<const Math*>(a_.query);
-      Vector<Math> sum = {};
-      for (int64_t d = 0; d < a_.head_dim; d += kStep) {
-        const int64_t n = std::min(kStep, a_.head_dim - d);
-        sum += read_elements(key + d, n) * (n == kStep ? load(query + d) : load(query + d, n));
+  // Products of the queries with the keys of `count` places.
+  void multiply_keys(int64_t first, int64_t count, Math (&products)[kQueries][kStep]) const {
+    Vector<Math> sums[kQueries][kStep];
+    for (int64_t i = 0; i < kStep; ++i) {
+      Vector<Math> of_key[kQueries] = {};
+      if (i < count && is_attended(first + i)) {
+        const T* key = static_cast<const T*>(a_.keys) + index(first + i) * a_.head_dim;
+        for (int64_t d = 0; d < a_.head_dim; d += kStep) {
+          const int64_t n = std::min(kStep, a_.head_dim - d);
+          const Vector<Math> elements = read_elements(key + d, n);
+          for (int q = 0; q < kQueries; ++q) {
+            const Math* query = query_ + q * a_.head_dim + d;
+            of_key[q] += elements * (n == kStep ? load(query) : load(query, n));
+          }
+        }
       }
-      sums[i] = sum;
+      for (int q = 0; q < kQueries; ++q) sums[q][i] = of_key[q];
     }
-    return sums_of<Math>(sums);
+    for (int q = 0; q < kQueries; ++q) store<Math>(products[q], sums_of<Math>(sums[q]));
   }
 
   void add_values() const {
@@ -144,25 +158,38 @@ class Attention {
   // `last`: elements of the last vector.
   template <int kCount>
   void add_columns(int64_t d, int64_t last) const {
-    Vector<Math> sums[kCount] = {};
-    for (int64_t place = a_.begin; place < a_.end; ++place) {
-      if (!is_attended(place)) continue;  // a place that was never written may hold NaN
-      const int64_t at = index(place);
+    Vector<Math> sums[kQueries][kCount] = {};
+    for (int64_t i = 0; i < places_; ++i) {
+      if (!is_attended(a_.begin + i)) continue;  // a place that was never written may hold NaN
+      const int64_t at = index(a_.begin + i);
       const T* value = static_cast<const T*>(a_.values) + at * a_.head_dim + d;
-      const Math weight = scores_[place - a_.begin] * scale_of(a_.value_scales, at);
-      for (int i = 0; i < kCount; ++i) sums[i] += read_elements(value + i * kStep, i + 1 < kCount ? kStep : last) * weight;
+      const Math scale = scale_of(a_.value_scales, at);
+      Vector<Math> elements[kCount];
+      for (int c = 0; c < kCount; ++c) elements[c] = read_elements(value + c * kStep, c + 1 < kCount ? kStep : last);
+      for (int q = 0; q < kQueries; ++q) {
+        const Math weight = scores_[q * places_ + i] * scale;
+        for (int c = 0; c < kCount; ++c) sums[q][c] += elements[c] * weight;
+      }
     }
-    std::memcpy(output_ + d, sums, ((kCount - 1) * kStep + last) * sizeof(Math));
+    for (int q = 0; q < kQueries; ++q) {
+      std::memcpy(output_ + q * a_.head_dim + d, sums[q], ((kCount - 1) * kStep + last) * sizeof(Math));
+    }
   }
 
   const HeadAttention& a_;
+  const int64_t places_;
+  const Math* const query_;
+  const Math* const bias_;
   Math* const scores_;
   Math* const output_;
 };
 
 template <typename T>
 void attend_of(const HeadAttention& attention) {
-  Attention<T>(attention).run();
+  constexpr int kMostQueries = FUSEOPT_VECTOR_BYTES == 64 ? 4 : 2;  // whose sums stay in registers
+  for_each_tile<kMostQueries>(attention.queries, [&](int64_t first, auto queries) {
+    Attention<T, queries>(attention, first).run();
+  });
 }
 
 void attend(const HeadAttention& attention) {

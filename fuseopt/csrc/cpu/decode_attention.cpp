@@ -182,15 +182,22 @@ void attend_to(const Tensor& query, const Tensor& keys, const Tensor& values, co
   for (int64_t item = 0; item < items; ++item) longest = std::max(longest, lengths[item] + added_length);
   longest = std::min(longest, capacity);
 
-  parallel(rows * heads, 2 * longest * head_dim, [&](int64_t first, int64_t last) {
-    const RowBuffer<Math> scaled(head_dim), result(head_dim), scores(longest);
+  // Heads that share keys are taken together, if there is work for all threads.
+  const int64_t group = heads / kv_heads, threads = torch::stable::get_num_threads();
+  const int64_t queries = rows * kv_heads >= threads ? group : 1;
+  parallel(rows * heads / queries, 2 * queries * longest * head_dim, [&](int64_t first, int64_t last) {
+    const RowBuffer<Math> scaled(queries * head_dim), result(queries * head_dim), scores(queries * longest);
     for (int64_t i = first; i < last; ++i) {
-      const int64_t row = i / heads, head = i % heads, item = row / queries_per_item;
-      const Math* unscaled = query_rows.read(i, scaled.get());
-      for (int64_t c = 0; c < head_dim; ++c) scaled.get()[c] = unscaled[c] * static_cast<Math>(scale);
-      const int64_t to_head = head / (heads / kv_heads) * capacity;
+      const int64_t query = i * queries, row = query / heads, head = query % heads, item = row / queries_per_item;
+      for (int64_t q = 0; q < queries; ++q) {
+        Math* const target = scaled.get() + q * head_dim;
+        const Math* unscaled = query_rows.read(query + q, target);
+        for (int64_t c = 0; c < head_dim; ++c) target[c] = unscaled[c] * static_cast<Math>(scale);
+      }
+      const int64_t to_head = head / group * capacity;
       HeadAttention attention = {};
       attention.query = scaled.get();
+      attention.queries = queries;
       attention.keys = static_cast<const char*>(keys.const_data_ptr()) + to_head * head_dim * bytes;
       attention.values = static_cast<const char*>(values.const_data_ptr()) + to_head * head_dim * bytes;
       if (scales) {
@@ -214,7 +221,9 @@ void attend_to(const Tensor& query, const Tensor& keys, const Tensor& values, co
       attention.scores = scores.get();
       attention.output = result.get();
       decode_kernels().attend(attention);
-      output_rows.store(i, 0, head_dim, result.get());
+      for (int64_t q = 0; q < queries; ++q) {
+        output_rows.store(query + q, 0, head_dim, result.get() + q * head_dim);
+      }
     }
   });
 }

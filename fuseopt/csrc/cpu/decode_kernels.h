@@ -41,12 +41,13 @@ struct LowBitProducts {
   int64_t output_stride;
 };
 
-/// Attention of one query to the places [begin, end) of one head of a cache.
+/// Attention of queries of one row to the places [begin, end) of one head of a cache.
 struct HeadAttention {
   DType dtype;             // of the caches, if they have the query's
   CacheDType cache_dtype;
-  const void* query;  // [head_dim] float or double, scaled
-  const void* keys;   // [rows, places, head_dim] of this head; rows are `row_places` places apart
+  const void* query;  // [queries, head_dim] float or double, scaled
+  int64_t queries;
+  const void* keys;  // [rows, places, head_dim] of this head; rows are `row_places` places apart
   const void* values;
   const float* key_scales;  // [rows, places], as far apart; null if the caches have the query's dtype
   const float* value_scales;
@@ -58,10 +59,10 @@ struct HeadAttention {
   int64_t end;
   const bool* mask;  // [places]; null: all are attended to
   double softcap;    // scores become softcap * tanh(score / softcap); 0: as they are
-  const void* bias;  // [distances] float or double, by the distance from the last place; null: none
+  const void* bias;  // [queries, distances] float or double, by the distance from the last place; null: none
   int64_t distances;
-  void* scores;  // [end - begin] float or double: workspace
-  void* output;  // [head_dim] float or double; zeros if no place is attended to
+  void* scores;  // [queries, end - begin] float or double: workspace
+  void* output;  // [queries, head_dim] float or double; zeros if no place is attended to
 };
 
 /// The most rows for which lines are faster than tiles.

@@ -1,5 +1,7 @@
 """Attention over caches of 8 bits: the rounding, the reference on a CPU, and the CPU kernel against float64."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -119,6 +121,14 @@ def test_wrong_arguments_are_refused_by_name(changed: dict[str, Any], message: s
     assert (cache == 1).all() and (scales == 1).all()
 
 
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def needs_the_library() -> None:
     if registry.pick("decode_quantized_attention", "auto", torch.device("cpu"), (torch.float32,)) != "cpu":
@@ -142,6 +152,7 @@ def needs_the_library() -> None:
     masked=st.booleans(),
     beams=st.booleans(),
     spread=st.sampled_from([0.0, 2.0]),
+    threads=st.sampled_from([1, 8]),
     seed=st.integers(0, 2**31),
 )
 def test_kernel_against_float64(
@@ -159,9 +170,13 @@ def test_kernel_against_float64(
     masked: bool,
     beams: bool,
     spread: float,
+    threads: int,
     seed: int,
 ) -> None:
-    """`spread`: of the logarithms of the vectors' magnitudes, from which the values' scales differ."""
+    """`spread`: of the logarithms of the vectors' magnitudes, from which the values' scales differ.
+
+    Heads that share keys are taken together or not, by the number of `threads`.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def make(*shape: int) -> Tensor:
@@ -184,7 +199,7 @@ def test_kernel_against_float64(
     places = torch.tensor([slot])
     plain_caches = [cache.clone() for cache in caches]
     plain = decode_quantized_attention_(*step, *plain_caches, places, **options, backend="reference")
-    with RawCalls() as raw:
+    with RawCalls() as raw, _threads(threads):
         output = decode_quantized_attention_(*step, *caches, places, **options, backend="cpu")
     assert raw.names() == ["decode_quantized_attention_.default"]
     # float64 attends to what the kernel wrote: a rotated key may be rounded to a neighbouring number of 8 bits.
