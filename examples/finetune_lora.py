@@ -69,9 +69,9 @@ def tier_of_generate(model: torch.nn.Module, batch: BatchEncoding) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--config", default="training", help="a preset, or a JSON file; default: training")
+    parser.add_argument("--steps", type=int, default=20, help="training steps; default: %(default)s")
+    parser.add_argument("--batch", type=int, default=8, help="rows of a step; default: %(default)s")
+    parser.add_argument("--config", default="training", help="a preset, or a JSON file; default: %(default)s")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "gpt2-kjv")

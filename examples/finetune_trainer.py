@@ -100,10 +100,10 @@ def print_row(name: str, trainer: Trainer) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=20, help="training steps; default: %(default)s")
+    parser.add_argument("--batch", type=int, default=8, help="rows of a step; default: %(default)s")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
-    parser.add_argument("--config", default="training", help="a preset, or a JSON file; default: training")
+    parser.add_argument("--config", default="training", help="a preset, or a JSON file; default: %(default)s")
     parser.add_argument("--out", help="folder for the trained model; default: a temporary one")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:

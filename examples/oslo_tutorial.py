@@ -99,9 +99,9 @@ def compare(section: str, stock: nn.Module, config: dict, work: Work, ids: Tenso
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--batch", type=int, help="default: 256 on a GPU, as in the tutorial; 8 on a CPU")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--calls", type=int, help="default: 10 on a GPU, as in the tutorial; 3 on a CPU")
+    parser.add_argument("--batch", type=int, help="rows; default: 256 on a GPU, as in the tutorial; 8 on a CPU")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="default: %(default)s")
+    parser.add_argument("--calls", type=int, help="timed calls; default: 10 on a GPU, as in the tutorial; 3 on a CPU")
     parser.add_argument("--tiny", action="store_true", help="two layers of 32 columns, to try it in seconds")
     options = parser.parse_args(arguments)
     on_gpu = torch.cuda.is_available()

@@ -88,11 +88,11 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--batch", type=int, default=8, help="rows of each process")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a row")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--batch", type=int, default=8, help="rows of each process; default: %(default)s")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a row; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=10, help="training steps; default: %(default)s")
     parser.add_argument("--by-block", action="store_true", help="shard each block by itself")
-    parser.add_argument("--config", default="training", help="a preset, or a JSON file; default: training")
+    parser.add_argument("--config", default="training", help="a preset, or a JSON file; default: %(default)s")
     options = parser.parse_args()
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from torch import nn
 
@@ -28,6 +28,7 @@ from fuseopt.strategies import STRATEGIES
 from fuseopt.verify import Verification, verify
 
 if TYPE_CHECKING:
+    from fuseopt.auto.planned import AutoPlan
     from fuseopt.extend import (
         FusedModule,
         Op,
@@ -204,20 +205,36 @@ def _initialize(model: nn.Module, config: ConfigSource, strict: bool) -> Plan | 
     return decided
 
 
-def plan(model: nn.Module, config: ConfigSource = None, *, verbose: bool = False) -> Plan:
+@overload
+def plan(  # type: ignore[overload-overlap]
+    model: nn.Module, config: Literal["auto"], *, verbose: bool = ...
+) -> AutoPlan: ...
+
+
+@overload
+def plan(model: nn.Module, config: ConfigSource = ..., *, verbose: bool = ...) -> Plan: ...
+
+
+def plan(model: nn.Module, config: ConfigSource = None, *, verbose: bool = False) -> Plan | AutoPlan:
     """What `initialize(model, config)` would do, without doing it; works on the meta device too.
 
     A model that is fused already is planned as it was before. If `verbose`, the plan prints every candidate and every
-    reason. If "auto" or a benchmark has measured this config for such a model here, the plan says the gain.
+    reason. If "auto" or a benchmark has measured this config for such a model here, the plan says the gain. For the
+    config "auto", also as the preset of a dict, it says what would be measured, and what has been on this machine.
 
     Raises:
         NotAModelError, ConfigError: as `initialize`.
     """
-    wanted = Config.load(config)
+    source = as_written(config)
+    written = beside_auto(source)
+    wanted = Config.load(source if written is None else None)
     _check_model(model)
     from fuseopt.auto import remembered
+    from fuseopt.auto.planned import AutoPlan
 
     with apply.lock(model):
+        if written is not None:
+            return AutoPlan.of(apply.stock_view(model), written, verbose=verbose)
         stock = apply.stock_view(model)
         decided = build_plan(stock, wanted, STRATEGIES)
         return replace(decided, expected=tuple(remembered.expected(stock, decided)), verbose=verbose)

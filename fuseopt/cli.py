@@ -12,6 +12,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ from fuseopt.plan import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from fuseopt.auto.planned import AutoPlan
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _DEFAULT_ARCH = "sm_90"
@@ -236,15 +239,14 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from fuseopt.auto.planned import AutoPlan
     from fuseopt.bench.harness.architectures import load_config, weightless
     from fuseopt.bench.harness.progress import waiting
     from fuseopt.ops.backends import assume_gpu
 
     source = as_written(arguments.config)
-    written = beside_auto(source)
-    config = fuseopt.Config.load(source) if written is None else None
-    if written is not None and arguments.strict:
+    measures = beside_auto(source) is not None
+    config = source if measures else fuseopt.Config.load(source)
+    if measures and arguments.strict:
         raise ConfigError("--strict: 'auto' names nothing that has to be done; leave it out")
     has_gpu = torch.cuda.is_available()
     place = torch.device(arguments.device or ("cuda" if has_gpu else "cpu"))
@@ -256,16 +258,13 @@ def _plan(arguments: argparse.Namespace) -> None:
     with waiting(f"planning {arguments.model}"), assume_gpu(assumed) if assumed else contextlib.nullcontext():
         at = torch.device("meta") if assumed else place
         model = weightless(load_config(arguments.model), at)
-        decided: Plan | AutoPlan
-        if written is None:
-            decided = fuseopt.plan(model, config, verbose=arguments.verbose)
-        else:
-            decided = AutoPlan.of(model, written, verbose=arguments.verbose)
+        decided: Plan | AutoPlan = fuseopt.plan(model, config, verbose=arguments.verbose)
     if assumed and not arguments.json:
         print(f"assuming a GPU of compute capability {assumed[0]}.{assumed[1]} with all kernels")
+    if not isinstance(decided, Plan):
+        how = f"fuseopt report {arguments.model} --config auto, with --generate TOKENS or --train"
+        decided = replace(decided, how=how)
     print(decided.to_json() if arguments.json else decided)
-    if written is not None and not arguments.json:
-        print(f"  to measure: fuseopt report {arguments.model} --config auto, with --generate TOKENS or --train")
     if arguments.strict and isinstance(decided, Plan):
         decided.check_strict()
 

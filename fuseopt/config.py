@@ -7,10 +7,11 @@ the presets.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -31,8 +32,11 @@ KERNEL_BACKENDS = (AUTO, "cuda", "triton", "cpu", "reference")
 _MEASURES = (
     "config: 'auto' measures the model on your inputs, which only fuseopt.initialize(model, 'auto', inputs=...) and "
     "`fuseopt report MODEL --config auto` do; fuseopt.report(model).config is then a config for everywhere else, and "
-    "`fuseopt plan MODEL --config auto` says what would be measured"
+    "fuseopt.plan(model, 'auto') says what would be measured"
 )
+
+
+_BY_NAME = "; kernels by name are {'kernel_fusion': {'custom_cuda_kernels': ['FusedGELU']}}"
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,8 @@ class GenerationOptions:
         max_length: calls that need a longer key-value cache, in tokens, run by transformers; None for no limit but the
             model's.
         max_graphs: number of captured steps kept, and on a GPU twice as many prompts. 0 captures none.
+        cache_dtype: "int8" or "fp8" to keep keys and values in 8 bits, with a scale for each head and token; None for
+            the model's dtype. (transformers' `cache_implementation` names a class of caches instead, for one call.)
         weights: "int8" or "int4" to decode with quantised copies of the weights, or a dict of options; None for the
             model's own.
     """
@@ -139,7 +145,19 @@ class GenerationOptions:
     max_batch: int = 256
     max_length: int | None = None
     max_graphs: int = 8
+    cache_dtype: str | None = None
     weights: LowBitOptions | None = None
+
+
+_BLOCKS: Mapping[str, Iterable[str]] = {
+    "kernel_fusion": KernelFusion.__dataclass_fields__,
+    "kernel_fusion.memory_efficient_fusion": MemoryEfficientOptions.__dataclass_fields__,
+    "generation": GenerationOptions.__dataclass_fields__,
+    "generation.weights": LowBitOptions.__dataclass_fields__,
+}
+"""The keys of each block of a config."""
+
+_check_keys = functools.partial(check_keys, blocks=_BLOCKS)
 
 
 @dataclass(frozen=True)
@@ -175,7 +193,7 @@ class Config:
         if not isinstance(source, Mapping):
             raise ConfigError(
                 f"config: expected a dict, a path to a JSON file, a preset ({', '.join((*PRESET_NAMES, AUTO))}) "
-                f"or a fuseopt.Config, got {type(source).__name__}"
+                f"or a fuseopt.Config, got {type(source).__name__}{_BY_NAME if isinstance(source, list) else ''}"
             )
         return _top_level(source)
 
@@ -231,7 +249,7 @@ def beside_auto(source: Any) -> Mapping[str, Any] | None:
     """
     if not isinstance(source, Mapping) or source.get("preset") != AUTO:
         return None
-    written = {key: block for key, block in source.items() if key != "preset"}
+    written = _blocks(source)
     _top_level({"preset": "inference", **written})
     return written
 
@@ -247,13 +265,16 @@ def _top_level(source: Mapping[str, Any]) -> Config:
             "config: the dict is empty, so nothing would be done; give e.g. "
             "{'kernel_fusion': {'enable': True}}, or no config for the preset 'inference'"
         )
-    check_keys("", source, ("preset", "kernel_fusion", "generation"))
+    _check_keys("", source, ("preset", "kernel_fusion", "generation"))
     if source.get("preset") == AUTO:
         raise ConfigError(_MEASURES)
-    written = {key: block for key, block in source.items() if key != "preset"}
+    written = _blocks(source)
     for key, block in written.items():
         if not isinstance(block, Mapping):
-            raise ConfigError(f"{key}: expected a dict, got {type(block).__name__}; e.g. {{'enable': True}}")
+            raise ConfigError(
+                f"{key}: expected true, false or a dict such as {{'enable': True}}, got {type(block).__name__}"
+                f"{_BY_NAME if isinstance(block, list) else ''}"
+            )
         if not block:
             raise ConfigError(f"{key}: the block is empty, so nothing would be done; e.g. {{'enable': True}}")
     preset = choice("preset", source["preset"], (*PRESET_NAMES, AUTO)) if "preset" in source else None
@@ -263,6 +284,12 @@ def _top_level(source: Mapping[str, Any]) -> Config:
         generation=_generation(blocks["generation"]) if "generation" in blocks else None,
         preset=preset,
     )
+
+
+def _blocks(source: Mapping[str, Any]) -> dict[str, Any]:
+    """What is written beside the preset; a block that is a bool as a dict."""
+    blocks = {key: block for key, block in source.items() if key != "preset"}
+    return {key: {"enable": block} if isinstance(block, bool) else block for key, block in blocks.items()}
 
 
 def _merged(preset: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,29 +303,31 @@ def _merged(preset: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, 
 
 
 def _generation(block: Mapping[str, Any]) -> GenerationOptions:
-    check_keys("generation", block, tuple(GenerationOptions.__dataclass_fields__))
+    _check_keys("generation", block, tuple(GenerationOptions.__dataclass_fields__))
     default = GenerationOptions()
-    length = block.get("max_length", default.max_length)
+    length, cache_dtype = block.get("max_length", default.max_length), block.get("cache_dtype")
     return GenerationOptions(
         enable=boolean("generation.enable", block.get("enable", default.enable)),
         max_batch=count("generation.max_batch", block.get("max_batch", default.max_batch), 1),
         max_length=None if length is None else count("generation.max_length", length, 1),
         max_graphs=count("generation.max_graphs", block.get("max_graphs", default.max_graphs), 0),
+        cache_dtype=None if cache_dtype is None else choice("generation.cache_dtype", cache_dtype, ("int8", "fp8")),
         weights=_low_bit(block.get("weights")),
     )
 
 
 def _low_bit(value: Any) -> LowBitOptions | None:
     where, default = "generation.weights", LowBitOptions()
-    if value is None:
+    if value is None or value is False:
         return None
     if isinstance(value, str):
         return LowBitOptions(bits=int(choice(where, value, ("int8", "int4"))[3:]))
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f"{where}: expected 'int8', 'int4' or a dict such as {{'bits': 4, 'group': 64}}, got {type(value).__name__}"
+            f"{where}: expected false, 'int8', 'int4' or a dict such as {{'bits': 4, 'group': 64}}, "
+            f"got {type(value).__name__}"
         )
-    check_keys(where, value, tuple(LowBitOptions.__dataclass_fields__))
+    _check_keys(where, value, tuple(LowBitOptions.__dataclass_fields__))
     if "bits" not in value:
         raise ConfigError(f"{where}: the dict has no 'bits'; give 8 or 4")
     options = LowBitOptions(
@@ -313,7 +342,7 @@ def _low_bit(value: Any) -> LowBitOptions | None:
 
 
 def _kernel_fusion(block: Mapping[str, Any]) -> KernelFusion:
-    check_keys("kernel_fusion", block, tuple(KernelFusion.__dataclass_fields__))
+    _check_keys("kernel_fusion", block, tuple(KernelFusion.__dataclass_fields__))
     memory_efficient = _memory_efficient(block.get("memory_efficient_fusion", False))
     custom, triton = (_kernels(key, block.get(key, ())) for key in (CUSTOM, TRITON))
     if "jit" in block:
@@ -342,7 +371,7 @@ def _jit(value: Any) -> JitOptions | None:
             f"kernel_fusion.jit: expected true, false or a dict such as {{'backend': 'inductor'}}, "
             f"got {type(value).__name__}"
         )
-    check_keys("kernel_fusion.jit", value, ("backend",))
+    _check_keys("kernel_fusion.jit", value, ("backend",))
     return JitOptions(choice("kernel_fusion.jit.backend", value.get("backend", "torchscript"), JIT_BACKENDS))
 
 
@@ -354,7 +383,7 @@ def _memory_efficient(value: Any) -> MemoryEfficientOptions | None:
         raise ConfigError(
             f"{where}: expected true, false or a dict such as {{'budget': 0.5}}, got {type(value).__name__}"
         )
-    check_keys(where, value, tuple(MemoryEfficientOptions.__dataclass_fields__))
+    _check_keys(where, value, tuple(MemoryEfficientOptions.__dataclass_fields__))
     captured = value.get("cuda_graphs", default.cuda_graphs)
     if not (isinstance(captured, str) and captured == AUTO):
         captured = boolean(f"{where}.cuda_graphs", captured, f", or {AUTO!r}")
@@ -368,7 +397,8 @@ def _memory_efficient(value: Any) -> MemoryEfficientOptions | None:
 def _kernels(key: str, value: Any) -> tuple[KernelRequest, ...]:
     where = f"kernel_fusion.{key}"
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ConfigError(f"{where}: expected a list of kernel names, got {type(value).__name__}")
+        fix = f"; write [{value!r}]" if value in listed(key) else "; [] lists none"
+        raise ConfigError(f"{where}: expected a list of kernel names, got {type(value).__name__}{fix}")
     requests = tuple(_kernel(f"{where}[{position}]", entry, key) for position, entry in enumerate(value))
     names = [request.name for request in requests]
     for name in names:
@@ -394,7 +424,7 @@ def _kernel(where: str, entry: Any, key: str) -> KernelRequest:
     types = known[name].lists[key]
     if options and not types:
         raise ConfigError(f"{where}: {name} takes no options, got {', '.join(map(shown, options))}")
-    check_keys(where, options, types)
+    _check_keys(where, options, types)
     for option, value in options.items():
         typed(f"{where}.{option}", value, types[option])
     return KernelRequest(name, options)

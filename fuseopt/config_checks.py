@@ -19,9 +19,6 @@ _NOT_BUILT = {
     "or call torch.compile(model) yourself after initialize",
 }
 _ELSEWHERE = {
-    **dict.fromkeys(
-        ("only", "exclude"), "module paths belong into the block of modules, as in {'kernel_fusion': {'only': [...]}}"
-    ),
     "model_parallelism": "fuseopt leaves parallelism to transformers: load with from_pretrained(..., tp_plan='auto') "
     "or device_map='auto'",
     "activation_checkpointing": "fuseopt leaves checkpointing to transformers: call "
@@ -29,8 +26,12 @@ _ELSEWHERE = {
 }
 
 
-def check_keys(where: str, block: Mapping[Any, Any], known: Iterable[str]) -> None:
-    """Refuses a key of `block` that is not in `known`, with the nearest one that is."""
+def check_keys(where: str, block: Mapping[Any, Any], known: Iterable[str], blocks: Mapping[str, Iterable[str]]) -> None:
+    """Refuses a key of `block` that is not in `known`, with the one of `blocks` that has it, or the nearest known key.
+
+    Args:
+        blocks: the path of each block of a config, and its keys.
+    """
     for key in block:
         name = shown_name(key)
         path = f"{where}.{name}" if where else name
@@ -39,9 +40,19 @@ def check_keys(where: str, block: Mapping[Any, Any], known: Iterable[str]) -> No
         if path in _ELSEWHERE:
             raise ConfigError(f"{path}: {_ELSEWHERE[path]}")
         if key not in known:
-            raise ConfigError(
-                f"{path}: unknown key; {nearest(name, known)}known keys here: {', '.join(map(repr, known))}"
-            )
+            hint = _home(name, blocks) or nearest(name, known)
+            raise ConfigError(f"{path}: unknown key; {hint}known keys here: {', '.join(map(repr, known))}")
+
+
+def _home(key: str, blocks: Mapping[str, Iterable[str]]) -> str:
+    """A hint that ends in a space, with the first of `blocks` that has this key; "" if none has it."""
+    home = next((where for where, keys in blocks.items() if key in keys), None)
+    if home is None:
+        return ""
+    written = "{...}"
+    for name in reversed((*home.split("."), key)):
+        written = f"{{{name!r}: {written.replace('{...}', '...')}}}"
+    return f"it is a key of {home}: {written}; "
 
 
 def boolean(where: str, value: Any, others: str = "") -> bool:

@@ -42,6 +42,7 @@ class Kernel:
         activations: the activations of a gated feed-forward that the kernel computes.
         order: kernels with a lower order claim modules first; those with the same order, in order of registration.
         only_trains: whether the kernel acts in training steps only, or on their loss; `verify` then runs one.
+        never_trains: whether the kernel acts in calls without gradients only; "auto" then leaves it out of training.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Kernel:
     activations: tuple[str, ...] = ()
     order: int = 0
     only_trains: bool = False
+    never_trains: bool = False
 
     @property
     def proposer(self) -> Callable[[Any], Any]:
@@ -230,6 +232,7 @@ _BUILT_IN = {
             "add_layer_norm",
             {CUSTOM: {"cuda_graphs": bool}},
             _INFERENCE,
+            never_trains=True,
         ),
         Kernel(
             "FusedDropoutAdd",
@@ -253,8 +256,11 @@ _BUILT_IN = {
             "no_repeat_ngram",
             {CUSTOM: {}},
             _INFERENCE,
+            never_trains=True,
         ),
-        Kernel("FusedLMHead", f"{_STRATEGIES}.heads.propose_inference", None, {CUSTOM: {}}, _INFERENCE),
+        Kernel(
+            "FusedLMHead", f"{_STRATEGIES}.heads.propose_inference", None, {CUSTOM: {}}, _INFERENCE, never_trains=True
+        ),
     )
 }
 _kernels.update(_BUILT_IN)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,7 +12,7 @@ from fuseopt.errors import printable
 from fuseopt.tables import clipped
 
 STOCK, COMPILED, KEPT, NOT_MEASURED = "stock", "torch.compile", "kept", "not measured: "
-_WIDTH, _LONGEST_NAME = 118, 48
+_WIDTH, _LONGEST_NAME, _MOST_LINES = 118, 48, 3
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
@@ -93,13 +95,16 @@ class Measurements:
         return [("choice", "a call", "gain", noise), *(choice.cells for choice in self.choices)]
 
     def lines(self) -> Iterator[str]:
-        """The heading and the table, at most 118 columns wide."""
+        """The heading and the table, at most 118 columns wide. Long names and notes go on in the next line."""
         yield clipped(printable(self.heading), _WIDTH)
         table = [[printable(cell) for cell in line] for line in self.cells()]
         width = min(_LONGEST_NAME, max(len(name) for name, *_ in table))
         for name, time, gain, note in table:
-            figures = f"  {clipped(name, width):<{width}}  {time:>7}  {gain:>6}  "
-            yield (figures + clipped(note, _WIDTH - len(figures))).rstrip()
+            names = textwrap.wrap(name, width, subsequent_indent="  ", max_lines=_MOST_LINES, break_on_hyphens=False)
+            notes = textwrap.wrap(note, _WIDTH - width - 21, max_lines=_MOST_LINES, break_on_hyphens=False)
+            for part, remark in itertools.zip_longest(names, notes, fillvalue=""):
+                yield f"  {part:<{width}}  {time:>7}  {gain:>6}  {remark}".rstrip()
+                time = gain = ""
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON types; `from_dict` of it is equal."""

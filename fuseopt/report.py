@@ -20,8 +20,8 @@ class Report(Tabled):
     Plain data; copied and pickled with the model. `since` has lines about events after `initialize`, such as calls
     served by another backend than planned. `measured` is what `initialize(model, "auto")` measured; else None.
     `generate_calls` has a dict for each of the last calls of `generate()`: the "tier" ("T0", "T1" or "T2"), the
-    "reason" why not a faster one, whether "steps" ran in a "graph" or "eager", a "note", and the size of its "cache";
-    empty where there is none.
+    "reason" why not a faster one, how "steps" ran ("graph", "recorded" or "eager"), a "note", and the size of its
+    "cache"; empty where there is none.
     """
 
     model: str

@@ -17,6 +17,7 @@ from fuseopt import apply, verify_inputs, verify_low_bit, verify_runs
 from fuseopt.config import Config
 from fuseopt.errors import InputsError, printable, shown
 from fuseopt.kernel_table import find_kernel
+from fuseopt.report import NOTHING
 from fuseopt.verify_runs import LOSS
 from fuseopt.verify_watch import GENERATE_HINT, LABELS_HINT, Watch
 
@@ -70,15 +71,17 @@ class Verification:
         output: name of the output tensor with the largest error relative to its tolerance, such as "logits". The next
             four attributes are of this tensor, as in `Comparison`.
         tokens_agree: whether both models generate the same tokens; None if `verify` was not asked to generate.
-        tokens_count: whether `ok` requires `tokens_agree`. True in float32 and float64, unless `weights` are quantised;
-            in half precision near-ties between two tokens are decided by the last bit.
-        replaced: number of objects that the config replaced.
+        tokens_count: whether `ok` requires `tokens_agree`. True in float32 and float64, unless `weights` or `cache`
+            is quantised; in half precision near-ties between two tokens are decided by the last bit.
+        replaced: number of objects that the config replaced: modules, and what it puts into the model itself.
         loss: of the training step; None if none was run.
         gradient: of the parameter whose gradient has the largest error relative to its tolerance; None as above.
         gradients: number of parameters whose gradients were compared.
         ran: False if none of the replaced objects was called, so that stock was compared with itself.
         not_run: what the config asks for and nothing ran, and what was not compared, one line each.
         weights: how `generate()` quantises the weights, such as "int8"; "" if it does not.
+        summary: what was replaced, in the words of the plan.
+        cache: how it quantises keys and values, "int8" or "fp8"; "" if it does not.
         low_bit: of the steps with quantised weights; None if no weights are quantised, or nothing was generated.
     """
 
@@ -96,6 +99,8 @@ class Verification:
     ran: bool = True
     not_run: tuple[str, ...] = ()
     weights: str = ""
+    summary: str = NOTHING
+    cache: str = ""
     low_bit: verify_low_bit.LowBitVerification | None = None
 
     @property
@@ -118,9 +123,9 @@ class Verification:
 
     def __str__(self) -> str:
         tokens = {None: "not generated", True: "the same", False: "not the same"}[self.tokens_agree]
-        plural, idle = "" if self.replaced == 1 else "s", "" if self.ran else "; nothing that was replaced ran"
+        idle = "" if self.ran else "; nothing that was replaced ran"
         lines = [
-            f"verify: {'ok' if self.ok else 'FAILED'}, {self.replaced} object{plural} replaced{idle}",
+            f"verify: {'ok' if self.ok else 'FAILED'}, {printable(self.summary)}{idle}",
             f"  {printable(self.output)}: fused differs from stock by {self.difference:.2e} at most",
             f"  error against float64: {self._outputs}",
         ]
@@ -130,8 +135,10 @@ class Verification:
                 f"  gradients of {self.gradients} parameters, the worst of {printable(self.gradient.name)}: "
                 f"{self.gradient}",
             ]
-        quantised = f"; not required, as generate() decodes with weights in {self.weights}" if self.weights else ""
-        lines.append(f"  tokens: {tokens}{quantised}")
+        parts = ("weights", self.weights), ("keys and values", self.cache)
+        quantised = " and ".join(f"{part} in {kind}" for part, kind in parts if kind)
+        why = f"; not required, as generate() decodes with {quantised}" if quantised else ""
+        lines.append(f"  tokens: {tokens}{why}")
         if self.low_bit is not None:
             lines.append(str(self.low_bit))
         return "\n".join((*lines, *(f"  not run: {printable(line)}" for line in self.not_run)))
@@ -172,7 +179,7 @@ def verify(
         InputsError: an argument is wrong or missing; nothing has been changed.
         InputsError: the model returns no floating-point tensor, or its training step is random without dropout too.
     """
-    decided = fuseopt.plan(model, config)  # raises for a bad model or config before anything runs
+    decided = fuseopt.plan(model, Config.load(config))  # raises for a bad model or config before anything runs
     wanted = decided.config
     if train is not None and not isinstance(train, bool):
         raise InputsError(f"train: expected True, False or None, got {shown(train)}")
@@ -255,6 +262,8 @@ class References:
         report = fuseopt.report(model)
         quantising = verify_low_bit.quantising_generate(model)
         weights = "" if quantising is None else quantising.quantised
+        after = (change.after for change in applied.changes) if applied else ()
+        cache = next(filter(None, (getattr(fused, "cache_dtype", "") for fused in after)), "")
         return Verification(
             worst.name,
             worst.difference,
@@ -262,7 +271,7 @@ class References:
             worst.fused_error,
             worst.tolerance,
             tokens_agree=None if tokens is None or self._tokens is None else torch.equal(self._tokens, tokens),
-            tokens_count=dtype in (torch.float32, torch.float64) and not weights,
+            tokens_count=dtype in (torch.float32, torch.float64) and not (weights or cache),
             replaced=len(report.replaced),
             loss=_worst(losses) if losses else None,
             gradient=_worst(gradients) if gradients else None,
@@ -270,6 +279,8 @@ class References:
             ran=watch.saw_any,
             not_run=tuple(not_run),
             weights=weights,
+            summary=report.summary,
+            cache=cache,
         )
 
     def low_bit_run(self, model: nn.Module) -> verify_low_bit.StepRun | None:

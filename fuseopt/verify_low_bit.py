@@ -128,6 +128,8 @@ def step_run(
     tokens, logits = greedy(model, prompt, lengths or {"max_new_tokens": DEFAULT_TOKENS})
     call = generate.calls[-1]
     reason = call.reason if call.tier.value == "T2" else UNQUANTISED_PROMPT if call.note == UNQUANTISED_PROMPT else None
+    if generate.cache_dtype:
+        reason = f"keys and values are in {generate.cache_dtype}"
     return StepRun(tokens, logits, tuple(low_bit.modules()), reason)
 
 

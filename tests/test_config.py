@@ -15,6 +15,8 @@ from fuseopt.config import (
     KernelFusion,
     KernelRequest,
     MemoryEfficientOptions,
+    beside_auto,
+    extended,
 )
 from fuseopt.errors import ConfigError
 from fuseopt.kernel_table import CUSTOM, PRESETS, TRITON, listed, preset_block
@@ -83,6 +85,25 @@ def test_to_dict_loads_back(source):
     assert Config.load(config.to_dict()) == Config.load(config.to_json()) == config
 
 
+@pytest.mark.parametrize("key", ["generation", "kernel_fusion"])
+@pytest.mark.parametrize("beside", [{}, {"preset": "inference"}])
+@pytest.mark.parametrize("value", [False, True])
+def test_a_bool_switches_a_block_as_its_enable_does(key, beside, value):
+    assert Config.load({**beside, key: value}) == Config.load({**beside, key: {"enable": value}})
+
+
+def test_a_bool_beside_auto_keeps_what_a_choice_has_in_that_block():
+    written = beside_auto({"preset": "auto", "kernel_fusion": True, "generation": False})
+    base = {"kernel_fusion": {"custom_cuda_kernels": ["FusedGELU"], "jit": False}, "generation": {"max_batch": 4}}
+    config = extended(base, written)
+    assert [request.name for request in config.kernel_fusion.custom_cuda_kernels] == ["FusedGELU"]
+    assert config.kernel_fusion.jit is None and config.generation == GenerationOptions(enable=False, max_batch=4)
+
+
+def test_false_turns_quantised_weights_off():
+    assert Config.load({"generation": {"weights": False}}) == Config.load({"generation": {"weights": None}})
+
+
 def test_generation_alone_asks_for_no_fusion():
     config = Config.load({"generation": {"max_batch": 8}})
     assert config.kernel_fusion == KernelFusion() and config.generation == GenerationOptions(max_batch=8)
@@ -107,7 +128,17 @@ def test_kernel_with_options(name, option):
 WRONG = {
     "empty dict": ({}, "empty"),
     "empty block": ({"kernel_fusion": {}}, "empty"),
-    "block of another type": ({"kernel_fusion": True}, "expected a dict, got bool"),
+    "block of another type": ({"kernel_fusion": 1}, "kernel_fusion: expected true, false or a dict such as"),
+    "a list for a block": ({"kernel_fusion": ["FusedGELU"]}, "{'custom_cuda_kernels': ['FusedGELU']}"),
+    "key of a block at the top": ({"jit": False}, "it is a key of kernel_fusion: {'kernel_fusion': {'jit': ...}}"),
+    "key of a block inside, at the top": (
+        {"cuda_graphs": False},
+        "{'kernel_fusion': {'memory_efficient_fusion': {'cuda_graphs': ...}}}",
+    ),
+    "key of another block": ({"generation": {"jit": False}}, "generation.jit: unknown key; it is a key of kernel_fus"),
+    "key of a dict in the block": ({"generation": {"bits": 4}}, "{'generation': {'weights': {'bits': ...}}}"),
+    "a name for a list": ({"kernel_fusion": {"custom_cuda_kernels": "FusedGELU"}}, "got str; write ['FusedGELU']"),
+    "a bool for a list": ({"kernel_fusion": {"triton_kernels": True}}, "got bool; [] lists none"),
     "unknown top-level key": ({"kernel_fusoin": {"enable": True}}, "did you mean 'kernel_fusion'"),
     "unknown key": ({"kernel_fusion": {"enabel": True}}, "kernel_fusion.enabel: unknown key; did you mean 'enable'"),
     "key that is no string": ({"kernel_fusion": {1: True}}, "kernel_fusion.1: unknown key"),
@@ -146,7 +177,7 @@ WRONG = {
         "not built yet for this list",
     ),
     "compile not built yet": ({"kernel_fusion": {"compile": True}}, "kernel_fusion.compile: not built yet"),
-    "generation of another type": ({"generation": True}, "generation: expected a dict, got bool"),
+    "generation of another type": ({"generation": None}, "generation: expected true, false or a dict such as"),
     "empty generation": ({"generation": {}}, "generation: the block is empty"),
     "generation key": ({"generation": {"max_bacth": 8}}, "generation.max_bacth: unknown key; did you mean 'max_batch'"),
     "generation batch": (
@@ -192,7 +223,7 @@ WRONG = {
     ),
     "preset of another type": ({"preset": ["inference"]}, "preset: ['inference'] is not one of"),
     "empty block beside a preset": ({"preset": "inference", "kernel_fusion": {}}, "kernel_fusion: the block is empty"),
-    "paths at the top": ({"only": ["encoder.*"]}, "only: module paths belong into the block of modules"),
+    "paths at the top": ({"only": ["encoder.*"]}, "only: unknown key; it is a key of kernel_fusion: {'kernel_fusion'"),
     "paths of another type": ({"kernel_fusion": {"exclude": "encoder.*"}}, "kernel_fusion.exclude: expected a list of"),
     "a path of another type": ({"kernel_fusion": {"only": ["a", 3]}}, "kernel_fusion.only[1]: expected a module path"),
     "no paths": (
@@ -264,7 +295,7 @@ FROM_OUTSIDE = {
         b'{"generation": {"max_batch": 1}, "generation": {"max_length": 2}}',
         "'generation' is there twice",
     ),
-    "an array of blocks": (b'{"kernel_fusion": [{"enable": true}]}', "kernel_fusion: expected a dict, got list"),
+    "an array of blocks": (b'{"kernel_fusion": [{"enable": true}]}', "got list; kernels by name are"),
     "arrays for values": (b'{"kernel_fusion": {"enable": [true]}}', "expected true or false, got [True] (list)"),
     "an array of kernels in one": (
         b'{"kernel_fusion": {"custom_cuda_kernels": [["FusedGELU"]]}}',

@@ -18,6 +18,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import fuseopt
 
+OUT = Path("build") / "examples" / "dlrm"  # git ignores build/
+GPU_OR_CPU = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def parts(*names: str, backend: str = "auto") -> dict:
     return {"kernel_fusion": {"custom_cuda_kernels": list(names), "backend": backend}}
@@ -71,15 +74,21 @@ def save_plot(rows: list[dict], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", type=torch.device)
-    parser.add_argument("--batch", type=int, help="clicks; 16384 on a GPU, 256 on a CPU")
-    parser.add_argument("--rows", type=int, help="of each of 26 tables; 100000 on a GPU (more than L2), 1000 on a CPU")
-    parser.add_argument("--dim", type=int, help="of an embedding; 128 on a GPU, 16 on a CPU")
-    parser.add_argument("--hidden", type=int, help="units of an MLP's layer; 512 on a GPU, 64 on a CPU")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of the ops alone")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--device", default=GPU_OR_CPU, type=torch.device, help="default: %(default)s")
+    parser.add_argument("--batch", type=int, help="clicks; default: 16384 on a GPU, 256 on a CPU")
+    parser.add_argument(
+        "--rows", type=int, help="of each of 26 tables; default: 100000 on a GPU (more than L2), 1000 on a CPU"
+    )
+    parser.add_argument("--dim", type=int, help="of an embedding; default: 128 on a GPU, 16 on a CPU")
+    parser.add_argument("--hidden", type=int, help="units of an MLP's layer; default: 512 on a GPU, 64 on a CPU")
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["float32", "bfloat16"], help="of the ops alone; default: %(default)s"
+    )
+    parser.add_argument("--steps", type=int, default=20, help="training steps; default: %(default)s")
     parser.add_argument("--no-bench", action="store_true", help="leave out the tables of the ops alone")
-    parser.add_argument("--out", type=Path, default=Path("dlrm"), help="folder for traces, results and the plot")
+    parser.add_argument(
+        "--out", type=Path, default=OUT, help="folder for traces, results and the plot; default: %(default)s"
+    )
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=options.out).close()  # raises now, not after the work, if it cannot be written
@@ -127,7 +136,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     if importlib.util.find_spec("matplotlib"):
         save_plot(results, options.out / "plot.png")
     else:
-        print("no plot: it needs matplotlib")
+        print("no plot: it needs matplotlib: pip install 'fuseopt[plot]'")
+    print(f"written to {options.out}")
     return results
 
 

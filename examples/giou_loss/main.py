@@ -17,6 +17,9 @@ from torch import Tensor
 
 import fuseopt
 
+OUT = Path("build") / "examples" / "giou_loss"  # git ignores build/
+GPU_OR_CPU = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def padded_boxes(batch: int, boxes: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Predicted and true boxes [batch, boxes, 4] (x1, y1, x2, y2), which are no padding, and one over their number."""
@@ -114,11 +117,13 @@ def save_plot(rows: list[dict], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", type=torch.device)
-    parser.add_argument("--batch", type=int, help="images; 1024 on a GPU, 8 on a CPU")
-    parser.add_argument("--boxes", type=int, default=1024, help="of an image, with padding")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
-    parser.add_argument("--out", type=Path, default=Path("giou_loss"), help="folder for the results and the plot")
+    parser.add_argument("--device", default=GPU_OR_CPU, type=torch.device, help="default: %(default)s")
+    parser.add_argument("--batch", type=int, help="images; default: 1024 on a GPU, 8 on a CPU")
+    parser.add_argument("--boxes", type=int, default=1024, help="of an image, with padding; default: %(default)s")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"], help="default: %(default)s")
+    parser.add_argument(
+        "--out", type=Path, default=OUT, help="folder for the results and the plot; default: %(default)s"
+    )
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=options.out).close()  # raises now, not after the work, if it cannot be written
@@ -134,7 +139,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     if importlib.util.find_spec("matplotlib"):
         save_plot(rows, options.out / "plot.png")
     else:
-        print("no plot: it needs matplotlib")
+        print("no plot: it needs matplotlib: pip install 'fuseopt[plot]'")
+    print(f"written to {options.out}")
     return rows
 
 

@@ -14,8 +14,11 @@ from torch import Tensor
 
 import fuseopt
 
-
 # 1. One op, whose reference is plain PyTorch. base and delta are [..., width], bias is [width].
+OUT = Path("build") / "examples" / "lora"  # git ignores build/
+DEFAULT = "default: %(default)s"
+
+
 @fuseopt.op("lora::epilogue")
 def epilogue(base: Tensor, delta: Tensor, bias: Tensor, scale: float, activation: str) -> Tensor:
     y = base + scale * delta + bias
@@ -135,10 +138,11 @@ epilogue.native(cuda=Path(__file__).with_name("epilogue.cu")).supports(takes, "c
 def main(arguments: list[str] | None = None) -> None:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=[4**n for n in (range(5, 10) if on_gpu else (3, 4))])
-    parser.add_argument("--width", type=int, default=1024 if on_gpu else 128)
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"] if on_gpu else ["float32"])
-    parser.add_argument("--out", type=Path, default=Path(), help="folder for lora.json and the plots")
+    rows = [4**n for n in (range(5, 10) if on_gpu else (3, 4))]
+    parser.add_argument("--rows", type=int, nargs="+", default=rows, help=DEFAULT)
+    parser.add_argument("--width", type=int, default=1024 if on_gpu else 128, help=DEFAULT)
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"] if on_gpu else ["float32"], help=DEFAULT)
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder for lora.json and the plots; {DEFAULT}")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=options.out).close()  # raises now, not after the work, if it cannot be written
@@ -153,6 +157,7 @@ def main(arguments: list[str] | None = None) -> None:
     if importlib.util.find_spec("matplotlib") is not None:
         results.plot(options.out / "lora.png", "bandwidth")
         results.plot(options.out / "roofline.png", "roofline")
+    print(f"written to {options.out}")
 
 
 if __name__ == "__main__":

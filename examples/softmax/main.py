@@ -16,6 +16,10 @@ WHOLE_ROW = 16384  # columns that a Triton program holds in registers; it reads 
 
 
 # 1. The op. Its reference reads and writes each row several times. Its gradient is an op too, with kernels of its own.
+OUT = Path("build") / "examples" / "softmax"  # git ignores build/
+DEFAULT = "default: %(default)s"
+
+
 @fuseopt.op("rows::softmax")
 def softmax(x: Tensor) -> Tensor:
     e = torch.exp(x - x.amax(-1, keepdim=True))
@@ -130,10 +134,14 @@ for op in (softmax, softmax_backward):
 def main(arguments: list[str] | None = None) -> None:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--columns", type=int, nargs="+", default=[2**n for n in range(8, 19 if on_gpu else 11, 2)])
-    parser.add_argument("--elements", type=int, default=2**26 if on_gpu else 2**14, help="rows times columns")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"] if on_gpu else ["float32"])
-    parser.add_argument("--out", type=Path, default=Path(), help="folder for softmax.json and softmax.png")
+    parser.add_argument(
+        "--columns", type=int, nargs="+", default=[2**n for n in range(8, 19 if on_gpu else 11, 2)], help=DEFAULT
+    )
+    parser.add_argument(
+        "--elements", type=int, default=2**26 if on_gpu else 2**14, help=f"rows times columns; {DEFAULT}"
+    )
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"] if on_gpu else ["float32"], help=DEFAULT)
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder for softmax.json and softmax.png; {DEFAULT}")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=options.out).close()  # raises now, not after the work, if it cannot be written
@@ -146,6 +154,7 @@ def main(arguments: list[str] | None = None) -> None:
     results.save(options.out / "softmax.json")
     if importlib.util.find_spec("matplotlib") is not None:
         results.plot(options.out / "softmax.png", "bandwidth")
+    print(f"written to {options.out}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,11 @@ from fuseopt.strategies import STRATEGIES
 
 _STRATEGY_OF = {CUSTOM: "kernels", TRITON: "triton"}
 
+_GENERATES = "FusedNoRepeatNGram"
+"""A kernel that acts in `generate()` alone."""
+_ON_A_GPU = "cuda_graphs"
+"""An option of kernels that has no effect on a CPU."""
+
 _BACKENDS = tuple(name for name in KERNEL_BACKENDS if name not in ("auto", "reference"))
 
 Edit = Callable[[dict[str, Any]], object]
@@ -61,6 +66,7 @@ class Choices:
 
     def __init__(self, model: nn.Module, kind: Kind, written: Mapping[str, Any]) -> None:
         self._model, self._kind, self._written = model, kind, written
+        self._is_on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
         self._seen: set[str] = set()
 
     def starts(self) -> Iterator[Choice]:
@@ -115,7 +121,7 @@ class Choices:
         for backend in _BACKENDS if fusion[CUSTOM] else ():
             yield f"backend {backend}", functools.partial(_set, key="backend", value=backend)
         for key, request in requests:
-            yield from _other_ways(key, request)
+            yield from self._other_ways(key, request)
 
     def edited(self, best: Choice, what: str, edit: Edit) -> Choice | None:
         """`best` after one of `edits`; None if that replaces nothing, or what another choice replaces, or if a backend
@@ -128,23 +134,37 @@ class Choices:
 
     def _kernels(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
         """Each kernel that may act in this work: its name, its first list, and the options that a preset passes."""
-        preset = "training" if self._kind is Kind.TRAINING else "inference"
+        trains = self._kind is Kind.TRAINING
+        preset = "training" if trains else "inference"
         for kernel in kernels().values():
-            if self._kind is Kind.TRAINING or not kernel.only_trains:
+            if not (kernel.never_trains if trains else kernel.only_trains):
                 yield kernel.name, next(iter(kernel.lists)), kernel.presets.get(preset, {})
+
+    def _other_ways(self, key: str, request: Mapping[str, Any]) -> Iterator[tuple[str, Edit]]:
+        """The same kernel by Triton alone, and with each of its Boolean options inverted."""
+        name: str = request["name"]
+        accepted = kernels()[name].lists
+        if key == CUSTOM and TRITON in accepted:
+            yield f"{name} by Triton", functools.partial(_exchange, key=key, name=name, by={TRITON: {"name": name}})
+        for option, kind in accepted[key].items():
+            if kind is bool and not (self._is_on_cpu and option == _ON_A_GPU):
+                value = not request.get(option, False)
+                switched = {**request, option: value}
+                yield f"{name} {option}={value}", functools.partial(_exchange, key=key, name=name, by={key: switched})
 
     def _new(self, name: str, base: Mapping[str, Any]) -> Iterator[Choice]:
         """The choice of that config, unless it replaces nothing, or what another choice replaces, or all of it would
         run on another backend than it asks for.
         """
         plan = build_plan(self._model, extended(base, self._written), STRATEGIES)
-        config = effective(plan)
-        found = sorted((r.sites[0].path, r.target, str(r.backend)) for r in plan.replacements)
+        acting = tuple(r for r in plan.replacements if self._kind is Kind.GENERATE or r.request != _GENERATES)
+        config = effective(replace(plan, replacements=acting))
+        found = sorted((r.sites[0].path, r.target, str(r.backend)) for r in acting)
         same = repr((found, replace(config, kernel_fusion=replace(config.kernel_fusion, backend="auto"))))
-        refused = sum(r.refused is not None for r in plan.replacements)
+        refused = sum(r.refused is not None for r in acting)
         if same not in self._seen and refused < len(found):
             self._seen.add(same)
-            yield Choice(name, config, refused)
+            yield Choice(name, effective(plan), refused)
 
 
 def effective(plan: Plan) -> Config:
@@ -173,19 +193,6 @@ def effective(plan: Plan) -> Config:
 def _fusion(block: Mapping[str, Any], **others: Any) -> dict[str, Any]:
     """A config of one `kernel_fusion` block without `jit`."""
     return {"kernel_fusion": {**block, "jit": False, **others}}
-
-
-def _other_ways(key: str, request: Mapping[str, Any]) -> Iterator[tuple[str, Edit]]:
-    """The same kernel by Triton alone, and with each of its Boolean options inverted."""
-    name: str = request["name"]
-    accepted = kernels()[name].lists
-    if key == CUSTOM and TRITON in accepted:
-        yield f"{name} by Triton", functools.partial(_exchange, key=key, name=name, by={TRITON: {"name": name}})
-    for option, kind in accepted[key].items():
-        if kind is bool:
-            value = not request.get(option, False)
-            switched = {**request, option: value}
-            yield f"{name} {option}={value}", functools.partial(_exchange, key=key, name=name, by={key: switched})
 
 
 def _editable(config: Config) -> dict[str, Any]:

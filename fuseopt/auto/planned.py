@@ -1,7 +1,8 @@
-"""What "auto" would measure for a model, and what it has measured here: `fuseopt plan MODEL --config auto`."""
+"""What "auto" would measure for a model, and what it has measured here: `fuseopt.plan(model, "auto")`."""
 
 from __future__ import annotations
 
+import html
 import json
 import textwrap
 from collections.abc import Mapping
@@ -20,19 +21,21 @@ from fuseopt.tables import WIDTH
 
 @dataclass(frozen=True)
 class AutoPlan:
-    """`print(plan)`, `to_json()`.
+    """`print(plan)`, `to_json()`; a notebook shows what `print` does.
 
     Attributes:
         model: class name.
         choices: for each kind of call, the names of what is timed before changes of the fastest one.
         measured: earlier results on this machine for such a model.
         verbose: whether to print the times of the earlier results too.
+        how: how to measure.
     """
 
     model: str
     choices: Mapping[str, tuple[str, ...]]
     measured: tuple[Measurements, ...]
     verbose: bool = False
+    how: str = "fuseopt.initialize(model, 'auto', inputs=dict(inputs)), with generate={...} to time generate()"
 
     @classmethod
     def of(cls, model: nn.Module, written: Mapping[str, Any], *, verbose: bool = False) -> AutoPlan:
@@ -62,7 +65,10 @@ class AutoPlan:
             lines += [f"  {line}" for line in each.lines()] if self.verbose else []
         if not self.measured:
             lines.append("  nothing is measured yet on this machine")
-        return "\n".join(lines)
+        return "\n".join([*lines, *_wrapped(f"to measure: {self.how}")])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def _wrapped(text: str) -> list[str]:

@@ -117,8 +117,7 @@ class Search:
                 changed = choices.edited(best.choice, what, edit)
                 if changed is not None:
                     best = self._better(changed, best, best)
-            if best is not start:
-                best = self._confirmed(best, stock)
+            best = self._confirmed(best, stock)
         self._time_compiled(stock, best)
         self._note(best, KEPT)
         return best
@@ -244,11 +243,12 @@ class Search:
         row = MeasuredChoice(COMPILED)
         work, model = self._work, self._model
         if work.generate is not None:
-            work = dataclasses.replace(work, generate={**work.generate, "cache_implementation": "static"})
-            if self.device.type != "cuda":
-                row = dataclasses.replace(row, note="transformers compiles generate() on a GPU only")
+            work = dataclasses.replace(work, generate={**work.generate, **self._compiled_generate()})
+            if self._beams > 1:
+                row = dataclasses.replace(row, note="transformers compiles no beam search")
         row = self._unmeasured(row, _COMPILE_SECONDS) or row
         if not row.note:
+            attributes = set(vars(model))
             try:
                 compiled: Any = model if work.generate is not None else torch.compile(model)
                 seconds, spread = self._raced(_Way(model, None, functools.partial(work, compiled)), stock)
@@ -256,7 +256,25 @@ class Search:
                 row = dataclasses.replace(row, seconds=seconds, speed_up=spread.median, note=note)
             except Exception as error:
                 row = dataclasses.replace(row, note=_failed(error))
+            finally:
+                for name in set(vars(model)) - attributes:  # transformers keeps its compiled call there
+                    delattr(model, name)
         self.rows[COMPILED] = row
+
+    @property
+    def _beams(self) -> int:
+        settings = self._model.generation_config.to_dict() | (self._work.generate or {})  # type: ignore[union-attr,operator]
+        return settings.get("num_beams") or 1
+
+    def _compiled_generate(self) -> dict[str, Any]:
+        """Arguments with which transformers compiles the forward of `generate()`, on a CPU too."""
+        if self.device.type != "cpu":
+            return {"cache_implementation": "static"}
+        from transformers import CompileConfig
+
+        compiler = CompileConfig(backend="inductor", mode="default")
+        compiler._compile_all_devices = True
+        return {"cache_implementation": "static", "compile_config": compiler}
 
     def _show(self, name: str) -> None:
         """Moves the bar to the elapsed time, and names the choice that is begun."""

@@ -112,7 +112,7 @@ def add_benchmarks(commands: Any) -> None:
 def add_tune(commands: Any) -> None:
     """Adds `tune`, which is a command of its own and a benchmark."""
     what = "measure again at which sizes one kernel overtakes another, on a GPU"
-    tune = commands.add_parser("tune", help=what, description=f"{what.capitalize()}; proposes the numbers.")
+    tune = commands.add_parser("tune", help=what, description=f"M{what[1:]}; proposes the numbers.")
     command_options.add_tune(tune)
     command_options.add_results(tune)
     tune.set_defaults(run=_bench_tune)

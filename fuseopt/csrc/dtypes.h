@@ -10,6 +10,13 @@ enum DType : int {
   kFloat64 = 3,
 };
 
+// Elements of the caches of keys and values.
+enum CacheDType : int {
+  kAsQuery = 0,  // the query's
+  kInt8 = 1,
+  kFp8 = 2,  // e4m3
+};
+
 constexpr int element_size(DType dtype) {
   return dtype == kFloat64 ? 8 : dtype == kFloat32 ? 4 : 2;
 }

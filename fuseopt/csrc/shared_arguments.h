@@ -95,5 +95,30 @@ constexpr auto kDecodeAttentionInPlace = arguments("decode_attention_", {{"query
                                                                          {"row_positions", kIntegers},
                                                                          {"q_norm", kFloats},
                                                                          {"k_norm", kFloats}});
+constexpr auto kQuantizedAttention = arguments("decode_quantized_attention", {{"query", kUpToFloat},
+                                                                              {"key_cache", kOnlyByte},
+                                                                              {"value_cache", kOnlyByte},
+                                                                              {"key_scales", kOnlyFloat},
+                                                                              {"value_scales", kOnlyFloat},
+                                                                              {"lengths", kIntegers},
+                                                                              {"starts", kIntegers},
+                                                                              {"mask", kOnlyBool},
+                                                                              {"bias", kFloats}});
+constexpr auto kQuantizedAttentionInPlace = arguments("decode_quantized_attention_", {{"query", kUpToFloat},
+                                                                                      {"key", kUpToFloat, "query"},
+                                                                                      {"value", kUpToFloat, "query"},
+                                                                                      {"key_cache", kOnlyByte},
+                                                                                      {"value_cache", kOnlyByte},
+                                                                                      {"key_scales", kOnlyFloat},
+                                                                                      {"value_scales", kOnlyFloat},
+                                                                                      {"positions", kIntegers},
+                                                                                      {"starts", kIntegers},
+                                                                                      {"mask", kOnlyBool},
+                                                                                      {"bias", kFloats},
+                                                                                      {"ancestry", kOnlyInt},
+                                                                                      {"rotary", kOnlyFloat},
+                                                                                      {"row_positions", kIntegers},
+                                                                                      {"q_norm", kFloats},
+                                                                                      {"k_norm", kFloats}});
 
 }  // namespace fuseopt::declared

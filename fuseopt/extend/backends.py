@@ -131,8 +131,7 @@ class OwnBackend(registry.Backend):
     kernel: Kernel | None = None
 
     def runs_on(self, device: torch.device) -> bool:
-        assert self.kernel is not None
-        return not self.kernel.not_supported_reasons(device.type, by_name=True)
+        return not self.not_supported_reasons(device, ())
 
     def not_supported_reasons(
         self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False

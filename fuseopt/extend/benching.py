@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def bench(
     op: Op,
-    shapes: Sequence[str] = (),
+    shapes: str | Sequence[str | Sequence[int]] = (),
     dtypes: Sequence[str] = (),
     *,
     device: str | torch.device | None = None,
@@ -36,7 +36,8 @@ def bench(
     """See `Op.bench`."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     first = next(tensors_of(next(op.sample_arguments(torch.device("meta"), torch.float32))))
-    named = tuple(shapes) or ("x".join(map(str, first.shape)),)
+    given = [shapes] if isinstance(shapes, str) else shapes or [first.shape]
+    named = tuple(shape if isinstance(shape, str) else "x".join(map(str, shape)) for shape in given)
     for shape in named:
         if len(shape.split("x")) != first.dim() or not all(part.isdigit() for part in shape.split("x")):
             raise OpError(

@@ -256,7 +256,9 @@ class Op:
         native.add(self, cuda=cuda, cpu=cpu, kernel=kernel, grid=grid, block=block)
         return self
 
-    def bench(self, shapes: Sequence[str] = (), dtypes: Sequence[str] = (), **options: Any) -> Any:
+    def bench(
+        self, shapes: str | Sequence[str | Sequence[int]] = (), dtypes: Sequence[str] = (), **options: Any
+    ) -> Any:
         """Time each backend, forward and backward, beside eager, torch.compile and a copy of as many bytes.
 
         "auto" then takes the backend that was the fastest by 5% or more, until a source of the op changes: for calls
@@ -264,8 +266,8 @@ class Op:
         where a gradient is needed. FUSEOPT_MEASURED=0 keeps and reads no times.
 
         Args:
-            shapes: of the samples' first tensor, as "4096x1024"; other tensors follow where they have the same sizes.
-                By default the samples' own.
+            shapes: of the samples' first tensor, as "4096x1024" or (4096, 1024); other tensors follow where they have
+                the same sizes. By default the samples' own.
             dtypes: of "bfloat16", "float32" and "float16"; by default the first two.
             options: `device`; `compile`: whether torch.compile takes part, by default on a GPU; `torch_op`: torch's own
                 operation of the same kind, called with the op's arguments, to be timed too; `remember`: False not to

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -25,6 +26,7 @@ from fuseopt.generation.engine.device_loop import DeviceLoop
 from fuseopt.generation.engine.graphs import StepGraphs
 from fuseopt.generation.engine.layers import has_kernel
 from fuseopt.generation.engine.low_bit import LowBitWeights
+from fuseopt.generation.engine.quantized_cache import CACHE_DTYPES
 from fuseopt.generation.engine.state import DecodeState, Sizes
 from fuseopt.generation.engine.token_stream import TokenStream
 from fuseopt.generation.families.step_interface import StepName, decode_step_class
@@ -103,9 +105,11 @@ class FusedGenerate:
 
     def _bind(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        step_class, weights = decode_step_class(self._step_name), self.options.weights
-        low_bit = LowBitWeights(weights) if weights is not None and step_class.takes_low_bit else None
-        self.checked = CheckedStep(model, step_class, self.graphs, low_bit)
+        step_class, options, cache_dtype = decode_step_class(self._step_name), self.options, None
+        low_bit = LowBitWeights(options.weights) if step_class.takes_low_bit else None
+        if step_class.takes_quantized_cache and options.cache_dtype is not None:
+            cache_dtype = CACHE_DTYPES[options.cache_dtype]
+        self.checked = CheckedStep(model, step_class, self.graphs, low_bit, cache_dtype)
         self.early_prefill = EarlyPrefill(self.checked, self.graphs, self.options.max_batch, self.options.max_length)
         self.proxy = CachingModelProxy(model)
 
@@ -144,13 +148,21 @@ class FusedGenerate:
         """How weights are quantised, such as "int8"; "" if none is, or none yet."""
         return "" if self.checked.low_bit is None else self.checked.low_bit.made_as
 
+    @property
+    def cache_dtype(self) -> str:
+        """How keys and values are quantised, "int8" or "fp8"; "" if they are not, or not yet."""
+        stored = self.checked.step.shape.stored_dtype if self.checked.is_built else None
+        return "" if stored is None else self.options.cache_dtype or ""
+
     def call_records(self) -> tuple[dict[str, str], ...]:
         """The last calls, as `Report.generate_calls` has them."""
         return tuple({**vars(call), "tier": call.tier.value} for call in self.calls)
 
     def report_lines(self) -> tuple[str, ...]:
-        """Tier and reason of the last calls, and what is kept from call to call, for the report."""
-        lines = (*self.calls, *self.checked.notes, *self.graphs.report_lines())
+        """Tier and reason of the last calls, equal ones in a row as one, and what is kept from call to call."""
+        runs = ((line, sum(1 for _ in equal)) for line, equal in itertools.groupby(map(str, self.calls)))
+        calls = (f"{line} ({count} calls)" if count > 1 else line for line, count in runs)
+        lines = (*calls, *self.checked.notes, *self.graphs.report_lines())
         return tuple(f"generate(): {line}" for line in lines)
 
 
@@ -296,7 +308,7 @@ class GenerateCall:
             self._discard_queued_steps()
         if reason is not None or not self._may_start_unchecked(state, prepared):
             self.checked.confirm()
-        if not has_kernel("decode_attention", state.cache):
+        if not has_kernel(state.attention_op, state.encoded):
             state.zero_caches()
         if reason is None:
             decoded = self._device_loop(state, prepared, chained(filter(None, on_device), step.vocab, constants))

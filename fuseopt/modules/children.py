@@ -248,7 +248,7 @@ def unexpected_modules(
     module: nn.Module,
     children: Children,
     roots: Sequence[nn.Module] | None = None,
-    inside_of: Callable[[nn.Module], nn.Module] | None = None,
+    accepts: Callable[[nn.Module, Sequence[str]], bool] | None = None,
 ) -> list[tuple[str, object]]:
     """The (path, object) of each descendant of `module` whose class is not the one listed for its place.
 
@@ -257,7 +257,7 @@ def unexpected_modules(
     Args:
         children: the allowed classes of the children of each class.
         roots: the children of `module` to search; None for all.
-        inside_of: gives the module inside a wrapper that may stand in its place, and any other module itself.
+        accepts: whether a module of another class may stand where those of the classes listed belong.
     """
     found: list[tuple[str, object]] = []
     owners = [(module, "")]
@@ -271,13 +271,13 @@ def unexpected_modules(
             if child is None:
                 continue
             names = expected.get(name) or expected.get(f"{name.rpartition('.')[0]}.*", ())
-            inner = child if inside_of is None else inside_of(child)
-            cls = _name_of(source_class(inner))
+            cls = _name_of(source_class(child))
             if cls not in names and not any(of.endswith(".") and cls.startswith(of) for of in names):
-                found.append((f"{prefix}{name}", child))
+                if accepts is None or not accepts(child, names):
+                    found.append((f"{prefix}{name}", child))
             elif cls == MODULE_LIST:
                 inside += ((f"{name}.{index}", item) for index, item in child._modules.items())
-            elif inner is child and child.__dict__["_modules"]:
+            elif child.__dict__["_modules"]:
                 owners.append((child, f"{prefix}{name}."))
         # A plain attribute goes before a child. One that is None says that there is no child.
         shadowed = (name for name in expected if name in state)

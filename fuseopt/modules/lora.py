@@ -6,7 +6,7 @@ Source: https://arxiv.org/abs/2106.09685
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -37,9 +37,9 @@ def is_lora_linear(module: object) -> bool:
     return full_name(type(module)) == LINEAR
 
 
-def without_lora(module: Any) -> Any:
-    """The linear layer inside a LoRA layer; any other module itself."""
-    return module.base_layer if is_lora_linear(module) else module
+def fits(module: Any, names: Sequence[str]) -> bool:
+    """Whether a LoRA layer may stand where modules of the classes `names` belong: around one of these."""
+    return is_lora_linear(module) and full_name(source_class(module.base_layer)) in names
 
 
 def capacity(layer: Any) -> int:

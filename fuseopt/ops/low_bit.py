@@ -27,8 +27,8 @@ class LowBitWeight(NamedTuple):
     """A weight [N, K] of a linear layer, quantised.
 
     Attributes:
-        values: with 8 bits int8 [N, K] from -127 to 127; with 4 bits int32 [N, K / 8], eight unsigned nibbles a word in
-            the order that `NIBBLE_ORDER` gives. Contiguous.
+        values: with 8 bits int8 [N, K], from -127 to 127 if `quantize` made them; with 4 bits int32 [N, K / 8], eight
+            unsigned nibbles a word in the order that `NIBBLE_ORDER` gives. Contiguous.
         scales: with 8 bits float32 [N, 1], else [N, K / group] in the model's dtype. May be negative.
         zeros: uint8 [N, K / group] from 0 to 15; None for a symmetric weight.
         bits: 8, with the weight `values * scales`; or 4, with `(nibbles - zeros) * scales`, where no zeros count as 8.
@@ -57,6 +57,11 @@ class LowBitWeight(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(part for part in (self.values, self.scales, self.zeros) if part is not None)
+
+
+def no_kernel_reason(device: torch.device) -> str | None:
+    """Why no kernel multiplies with LowBitWeights on a device; None if one does."""
+    return None if device.type in ("cpu", "meta") else "kernels for weights in 8 or 4 bits run on a CPU"
 
 
 def not_quantised_reason(shape: torch.Size, dtype: torch.dtype, bits: int, group: int) -> str | None:

@@ -162,10 +162,12 @@ class Op:
             if not reasons:
                 return Choice(candidate.name, refused)
             refused[candidate.name] = reasons
+        failed = f"{self.name} cannot run on {device} with {', '.join(map(str, dtypes))}"
+        if len(refused) == 1:
+            ((name, reasons),) = refused.items()
+            raise BackendError(f"{failed} by {name}: {'; '.join(reasons)}")
         listed = "".join(f"\n  {name}: {'; '.join(reasons)}" for name, reasons in refused.items())
-        raise BackendError(
-            f"{self.name} cannot run on {device} with {', '.join(map(str, dtypes))}; backends tried:{listed}"
-        )
+        raise BackendError(f"{failed}; backends tried:{listed}")
 
 
 _OPS: dict[str, Op] = {}

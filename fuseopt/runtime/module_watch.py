@@ -116,13 +116,22 @@ class ModuleWatch:
         modules: a module, referenced weakly, and all modules of the trees below some of its children.
         parameters: the parameters of `modules`, without None; at least one.
         constants: names of plain attributes that must keep their values, besides `CONSTANTS` and `REDUNDANT`.
+        buffers: the buffers of some modules, by name, which must stay the same tensors too. `parameters` has these, and
+            the tensors inside Parameters of a subclass.
     """
 
-    def __init__(self, modules: list[nn.Module], parameters: list[nn.Parameter], constants: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        parameters: Sequence[torch.Tensor],
+        constants: Sequence[str] = (),
+        buffers: Sequence[dict[str, torch.Tensor | None]] = (),
+    ) -> None:
         self.snapshot = ModuleSnapshot(modules)
         states, top = self.snapshot.states, modules[0].__dict__
         # A module without parameters would not read one that is added to it.
-        self.parameters_of = [held for held in (top["_parameters"], *(s["_parameters"] for s in states)) if held]
+        held_by = (top["_parameters"], *(state["_parameters"] for state in states), *buffers)
+        self.parameters_of = [held for held in held_by if held]
         names = dict.fromkeys((*CONSTANTS, *REDUNDANT, *constants))
         self.constants_of_top = [name for name in names if name in top]
         # By the names that a module has, as one C call reads several attributes.
@@ -132,7 +141,7 @@ class ModuleWatch:
         states_with.pop((), None)
         self.constants_of = [(operator.itemgetter(*names), those) for names, those in states_with.items()]
         self.parameters, self.device_type = parameters, parameters[0].device.type
-        self._places_of: Callable[[list[nn.Parameter]], Any] = getattr(loader.python_library(), "places", _places)
+        self._places_of: Callable[[Sequence[torch.Tensor]], Any] = getattr(loader.python_library(), "places", _places)
         self.seen_constants, self.seen_parameters = self._constants(), self._held()
         self.places = self._places_of(parameters)
 
@@ -161,7 +170,7 @@ class ModuleWatch:
             found.append(_DELETED)
         return found
 
-    def _held(self) -> list[nn.Parameter | None]:
+    def _held(self) -> list[torch.Tensor | None]:
         return list(chain.from_iterable(map(dict.values, self.parameters_of)))
 
 

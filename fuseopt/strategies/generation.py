@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
 from fuseopt.build import loader
 from fuseopt.config import Config, GenerationOptions
-from fuseopt.generation.families.step_interface import StepName, decode_step_class, registered_step
+from fuseopt.generation.engine.quantized_cache import not_quantised_reason
+from fuseopt.generation.families.step_interface import DecodeStep, StepName, decode_step_class, registered_step
 from fuseopt.model_index import ModelIndex
 from fuseopt.models import ModelPolicy, full_name
-from fuseopt.modules import lora
+from fuseopt.modules import lora, quantised
 from fuseopt.modules.children import unexpected_modules
 from fuseopt.ops import registry
 from fuseopt.plan import Replacement, Skip
+from fuseopt.runtime.module_watch import modules_below
 from fuseopt.strategies.context import BackendChoice, ProposalContext, generating_site
 
 _REQUEST = "generation"
@@ -55,23 +57,77 @@ class GenerationStrategy:
             return
         build = functools.partial(_build, model, step, config.generation)
         adapted = {path: module for path, module in model.named_modules() if lora.is_lora_linear(module)}
-        notes = (*((lora.described(adapted),) if adapted else ()), *_low_bit_notes(model, step, config.generation))
+        notes = [lora.described(adapted)] if adapted else []
+        notes += [*_weight_notes(model, step, config.generation), *_cache_notes(index, step, config.generation)]
         reason = "; ".join((_REASON, *notes))
         yield context.replacement((site,), "GenerationMixin", _TARGET, reason, build)
 
 
-def _low_bit_notes(model: nn.Module, step: StepName, options: GenerationOptions) -> Iterator[str]:
-    """What would be quantised, and why not."""
-    if options.weights is None:
+def _cache_notes(index: ModelIndex, step: StepName, options: GenerationOptions) -> Iterator[str]:
+    """Whether keys and values are kept in 8 bits, and why not."""
+    if options.cache_dtype is None:
         return
     step_class = decode_step_class(step)
+    reason = next(filter(None, map(not_quantised_reason, index.devices)), None)
+    if not step_class.takes_quantized_cache:
+        reason = f"{step_class.__name__} takes none in 8 bits"
+    if reason is not None:
+        yield f"keys and values stay in the model's dtype: {reason}"
+        return
+    yield f"keys and values in {options.cache_dtype}"
+    attention, devices = registry.get("decode_quantized_attention"), (d for d in index.devices if d.type != "meta")
+    for choice in (attention.choose("auto", device, [index.dtype], may_build=True) for device in devices):
+        if choice.backend == "reference":
+            yield f"each step dequantises them in PyTorch, which is slow: {'; '.join(choice.refused['cpu'])}"
+
+
+def _weight_notes(model: nn.Module, step: StepName, options: GenerationOptions) -> Iterator[str]:
+    """Which weights came quantised, what would be quantised, and why not."""
+    step_class, weights = decode_step_class(step), options.weights
+    below = {id(module) for module in modules_below(*step_class.roots(model))}
+    named = ((path, module) for path, module in model.named_modules() if id(module) in below)
+    came = {path: reason for path, module in named if (reason := quantised.reason_against(module)) is not None}
+    unread = _unread_reason(model, step_class, came)
+    if came and unread is not None:
+        yield f"{len(came)} linear layers came quantised; transformers decodes, since {unread}"
+    elif came:
+        layers = step_class.quantised_layers(model)
+        yield quantised.described(part for layer in layers for part in layer.checkpoint) + ", read by the step"
+    if weights is None:
+        return
     if not step_class.takes_low_bit:
-        yield f"no weight in {options.weights}: {step_class.__name__} reads the model's own"
-    elif unexpected_modules(model, step_class.children, step_class.roots(model), lora.without_lora):
-        yield f"weights in {options.weights}: none, since transformers decodes"
+        yield f"no weight in {weights}: {step_class.__name__} reads the model's own"
+    elif unread is not None:
+        yield f"weights in {weights}: none, since transformers decodes"
     else:
-        yield f"weights in {options.weights}: {step_class.low_bit_choice(model, options.weights)}"
-        yield from options.weights.paths.unmatched((path for path, _ in model.named_modules()), "generation.weights")
+        yield f"weights in {weights}: {step_class.low_bit_choice(model, weights)}"
+        yield from weights.paths.unmatched((path for path, _ in model.named_modules()), "generation.weights")
+
+
+def _unread_reason(model: nn.Module, step_class: type[DecodeStep], came: Mapping[str, str]) -> str | None:
+    """Why no step reads the model's weights; None if one does.
+
+    Args:
+        came: path of each layer that came quantised -> why it is not read; "" if it is.
+    """
+    for path, reason in came.items():
+        if reason:
+            return f"{path} {reason}"
+    if came and not step_class.takes_low_bit:
+        return f"{step_class.__name__} reads no quantised weights"
+    unexpected = unexpected_modules(model, step_class.children, step_class.roots(model), _fits)
+    if unexpected:
+        return f"{unexpected[0][0]} is a {type(unexpected[0][1]).__name__}, which the decode step does not know"
+    try:
+        if came:
+            step_class.quantised_layers(model)
+    except quantised.UnreadableWeight as error:
+        return error.said_of(model)
+    return None
+
+
+def _fits(module: nn.Module, names: Sequence[str]) -> bool:
+    return lora.fits(module, names) or quantised.fits(module, names)
 
 
 def _libraries(index: ModelIndex) -> tuple[loader.Kind, ...]:

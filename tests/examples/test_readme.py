@@ -44,3 +44,17 @@ def test_script_is_short_stands_alone_and_uses_the_public_api(script):
 
 def _names() -> set[str]:
     return {path.stem for path in EXAMPLES.glob("*.py")}
+
+
+PARSERS = [path for path in (*SCRIPTS, *sorted(EXAMPLES.glob("*/main.py"))) if "ArgumentParser" in path.read_text()]
+
+
+@pytest.mark.parametrize("script", PARSERS, ids=[str(path.relative_to(EXAMPLES)) for path in PARSERS])
+def test_every_option_is_explained_and_says_its_default(script):
+    calls = [node for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    options = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
+    assert options
+    for option in options:
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in option.keywords}
+        assert "help" in given, ast.unparse(option)
+        assert "default" in given["help"].lower() or "action" in given, ast.unparse(option)

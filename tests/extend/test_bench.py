@@ -36,8 +36,12 @@ def test_backends_are_timed_beside_eager_and_a_copy(tmp_path):
     results.save(tmp_path / "results.json")
     assert Results.load(tmp_path / "results.json").to_markdown() == table
     assert not registry.get("mine::mul_add_relu").benchmarks
-    with pytest.raises(OpError, match="the shape '16' must have 2 sizes"):
-        mul_add_relu.bench(["16"])
+    assert not any("compile" in row.variant for row in results.rows)  # which takes seconds, and nobody asked for it
+    for wrong in (["16"], "16", [(16,)]):
+        with pytest.raises(OpError, match="the shape '16' must have 2 sizes"):
+            mul_add_relu.bench(wrong)
+    same = mul_add_relu.bench([(16, 48)], ["float32"], device="cpu", remember=False)
+    assert [row.case for row in same.rows] == [row.case for row in results.rows]
 
 
 def test_figures_are_bytes_and_operations_over_the_time(tmp_path):

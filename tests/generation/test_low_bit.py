@@ -214,7 +214,7 @@ def test_excluded_layers_stay() -> None:
     "weights, message",
     [
         ("int3", r"generation.weights: 'int3' is not one of int8, int4"),
-        (4, r"expected 'int8', 'int4' or a dict such as .*, got int"),
+        (4, r"expected false, 'int8', 'int4' or a dict such as .*, got int"),
         ({"group": 64}, r"generation.weights: the dict has no 'bits'"),
         ({"bits": 5}, r"generation.weights.bits: 5 is not one of 8, 4"),
         ({"bits": 4, "group": 48}, r"generation.weights.group: 48 is not one of 32, 64, 128"),

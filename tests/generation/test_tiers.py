@@ -434,9 +434,19 @@ def test_the_report_keeps_the_last_calls_only():
     for _ in range(20):
         generate(model, max_new_tokens=1)
     lines = fuseopt.report(model).since
-    calls = [line for line in lines if "T0 device loop" in line]
-    assert len(calls) == 8 and calls == list(lines[:8])
+    assert lines[0].startswith("generate(): T0 device loop: ") and lines[0].endswith(" (8 calls)")
+    assert len(fuseopt.report(model).generate_calls) == 8 and not any("T0 device loop" in line for line in lines[1:])
     assert fuseopt.report(model).to_dict()["since"] == list(lines)
+
+
+def test_the_report_has_equal_calls_in_a_row_as_one_line():
+    model = fuseopt.initialize(tiny.gpt2(), GENERATION)
+    for attentions in (True, True, False, True):
+        generate(model, max_new_tokens=1, output_attentions=attentions, return_dict_in_generate=True)
+    attentions, loop, again = fuseopt.report(model).since[:3]
+    assert attentions.endswith("T2 stock transformers: output_attentions is set (2 calls)")
+    assert "T0 device loop" in loop and "calls" not in loop
+    assert again.endswith("T2 stock transformers: output_attentions is set")
 
 
 def test_models_without_a_step_are_skipped():

@@ -443,8 +443,8 @@ TRAINING = (
     Mutant(
         "lazy logits compare versions while Dynamo traces",
         "fuseopt/modules/lazy_logits.py",
-        "if torch.compiler.is_dynamo_compiling():\n            return False",
-        "if False:\n            return False",
+        "if torch.compiler.is_dynamo_compiling():",
+        "if False:",
         (
             "tests/training/passes/test_drop_logits.py",
             "tests/training/test_stock_fallback.py::test_a_loss_of_ones_own_is_compiled",
@@ -653,6 +653,35 @@ AUTO = (
     ),
 )
 
+_CHECKPOINT_TESTS = ("tests/generation/test_checkpoint_layouts.py",)
+
+
+def _misread(what: str, old: str, new: str, file: str = "fuseopt/modules/quantised.py") -> Mutant:
+    """A checkpoint that comes quantised is read otherwise than its own layers read it."""
+    return Mutant(f"a quantised checkpoint: {what}", file, old, new, _CHECKPOINT_TESTS)
+
+
+_LOW_BIT = "fuseopt/generation/engine/low_bit.py"
+CHECKPOINTS = (
+    _misread("order of AWQ's outputs", "unpack(qweight).T", "_in_order(qweight).T"),
+    _misread("groups that g_idx orders", "(g_idx == of_inputs // (inputs // groups)).all()", "True"),
+    _misread("zero points of int8", "zeros is None or not bool(zeros.any())", "True"),
+    _misread("layers of other groups together", "len({weight.format for weight in weights}) > 1", "False"),
+    _misread("weights packed anew by their forward", "_require(not repacked, layout", "_require(True, layout"),
+    _misread(
+        "tensors that are written to",
+        "self._tensors += [tensor for layer in self._came for part in layer.checkpoint for tensor in part.tensors]",
+        "pass",
+        _LOW_BIT,
+    ),
+    _misread(
+        "dtype of the scales",
+        "self.weights = tuple(weight.stand_in(dtype)",
+        "tuple(weight.stand_in(dtype)",
+        "fuseopt/generation/engine/layers.py",
+    ),
+)
+
 MUTANTS = (
     *REASONS,
     *GENERATION,
@@ -667,4 +696,5 @@ MUTANTS = (
     *BENCH,
     *EXTEND,
     *AUTO,
+    *CHECKPOINTS,
 )

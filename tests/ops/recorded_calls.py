@@ -146,6 +146,12 @@ def further_calls(target: Target, calls: dict[OpOverload, list[Call]]) -> Iterat
     yield lambda: raw.decode_attention_(
         query, key, value, cache[0], cache[1], position, None, kept, bias, ancestry, 1.0, *rotation, 0, 0.0, False
     )
+    if target.backend == "cpu":
+        elements, scales = ops.quantize_heads(cache, torch.int8)
+        caches = [part.view(torch.uint8) if part.dtype == torch.int8 else part for part in (*elements, *scales)]
+        yield lambda: raw.decode_quantized_attention_(
+            query, key, value, *caches, position, None, kept, bias, ancestry, 1.0, *rotation, 0, 0.0, False, False
+        )
     if target.backend == "cuda":
         low_rank = [torch.randn(s, device=device).bfloat16() for s in ((2, 64), (40, 64), (8, 64), (40, 8))]
         exchange = torch.zeros(exchange_size(low_rank[2]), dtype=torch.int64, device=device)

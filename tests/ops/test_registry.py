@@ -61,7 +61,7 @@ def test_auto_passes_over_what_cannot_run_and_says_why(toy: registry.Op) -> None
 
 
 def test_a_named_backend_that_cannot_run_raises(toy: registry.Op) -> None:
-    with pytest.raises(BackendError, match=r"square cannot run on cpu with torch.float32.*\n  buildable: is not built"):
+    with pytest.raises(BackendError, match=r"square cannot run on cpu with torch.float32 by buildable: is not built"):
         square(torch.ones(2), backend="buildable")
     with pytest.raises(BackendError, match="no backend 'cdua'; it has auto, buildable, reference"):
         square(torch.ones(2), backend="cdua")

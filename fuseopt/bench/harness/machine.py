@@ -13,6 +13,7 @@ import torch
 
 import fuseopt
 from fuseopt.build import library_cache, loader, prebuilt, toolchain
+from fuseopt.errors import ConfigError
 
 # Environment variables, by prefix, that change what is built and what runs.
 _VARIABLES = ("FUSEOPT_", "TRITON_", "TORCHINDUCTOR_", "PYTORCH_", "CUDA_", "CXX", "OMP_NUM_THREADS", "HF_HOME")
@@ -32,6 +33,12 @@ def machine() -> dict[str, str]:
         "native libraries": ", ".join(kind for kind in loader.LIBRARIES if _is_there(kind)),
     }
     return {name: value or "none" for name, value in found.items()}
+
+
+def needs_gpu(what: str, device: torch.device) -> ConfigError:
+    """The error of a benchmark that was to run on another device than a GPU, with the fix."""
+    fix = "pass --device cuda" if torch.cuda.is_available() else "torch sees none here, and `fuseopt env` says more"
+    return ConfigError(f"{what}: needs a GPU, not {device}; {fix}")
 
 
 def versions() -> dict[str, str]:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from fuseopt.bench.harness.architectures import load_config
+from fuseopt.bench.harness.machine import needs_gpu
 from fuseopt.bench.harness.measure import measure
 from fuseopt.bench.harness.records import Record, Results
 from fuseopt.bench.harness.workloads import FusionConfig
 from fuseopt.bench.suites.train import OUT_OF_MEMORY, Row, all_systems, default_configs, first_steps, make_batch
-from fuseopt.errors import ConfigError
 
 GPU_ROWS = (Row("gpt2", 32, 1024, dropout=0.1),)
 # Shares of the predicted largest batch that are tried in turn.
@@ -40,7 +40,7 @@ def run(
             config is wrong.
     """
     if device.type != "cuda":
-        raise ConfigError(f"bench capacity: a GPU's memory is filled, not that of {device}")
+        raise needs_gpu("bench capacity", device)
     systems = all_systems(default_configs(device) if configs is None else configs, compile is not False)
     cases = [_Case(row, system, config, device) for row in rows or GPU_ROWS for system, config in systems.items()]
     return Results.measured_here("capacity", measure(cases, _Case.records))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from fuseopt.bench.harness.records import Results
 from fuseopt.bench.harness.workloads import failed
 from fuseopt.bench.suites import demo_continuations
 from fuseopt.bench.suites.demo_cases import CPU, GPU, QUICK, demo_cases
+from fuseopt.tables import WIDTH
 
 CHECKPOINTS = Path("examples", "checkpoints")
 # (number of prompts, new tokens for each) of a checkpoint.
@@ -58,7 +60,8 @@ def _threads(count: int) -> Iterator[None]:
 
 def _run(device: torch.device, quick: bool, checkpoints: Path, out: str | os.PathLike[str] | None) -> Results:
     for title, entries in (("machine", machine()), ("versions", versions())):
-        print(f"{title}: {', '.join(f'{name} {value}' for name, value in entries.items())}")
+        what = ", ".join(f"{name}: {value}" for name, value in entries.items())
+        print(textwrap.fill(f"{title}: {what}", WIDTH, subsequent_indent="  ", break_on_hyphens=False))
     _show_checkpoints(checkpoints, device, *(QUICK_TEXT if quick else TEXT))
     sizes = QUICK if quick else GPU if device.type == "cuda" else CPU
     print(f"\n{_QUICK_TIMES if quick else _TIMES}\n{_COLUMNS}\n", flush=True)

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 from fuseopt.bench.harness.architectures import load_config, random_model
 from fuseopt.bench.harness.bytes_floor import cache_bytes, copy_bandwidth, weight_bytes
 from fuseopt.bench.harness.generate_rows import GENERATION, GPU_ROWS, Row
+from fuseopt.bench.harness.machine import needs_gpu
 from fuseopt.bench.harness.measure import measure
 from fuseopt.bench.harness.records import Record, Results
 from fuseopt.bench.harness.workloads import FusionConfig, fuse
-from fuseopt.errors import ConfigError
 from fuseopt.ops.library import Observer
 from fuseopt.runtime.timer import Call, Spread
 
@@ -74,7 +74,7 @@ def run(
         ConfigError: `device` is no GPU; a model is no architecture by name, folder with a config.json or model id.
     """
     if device.type != "cuda":
-        raise ConfigError(f"bench kernels: kernels run on a GPU, not on {device}")
+        raise needs_gpu("bench kernels", device)
     bandwidth = copy_bandwidth(device)
     cases = [
         _Case(row, row.dtype_in(dtype or torch.bfloat16), name, config)

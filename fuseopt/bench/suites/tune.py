@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fuseopt import ops
 from fuseopt.bench.harness.cuda_graph import graph_of
+from fuseopt.bench.harness.machine import needs_gpu
 from fuseopt.bench.harness.measure import measure
 from fuseopt.bench.harness.records import Record, Results
-from fuseopt.errors import ConfigError
 from fuseopt.runtime.timer import Call, Timing, time_in_turns, work_seconds
 from fuseopt.tuning import BASE, tuned, write
 
@@ -84,7 +84,7 @@ def run(
         ConfigError: `device` is no GPU, and there is no `sample`.
     """
     if device.type != "cuda" and sample is None:
-        raise ConfigError(f"bench tune: kernels run on a GPU, not on {device}")
+        raise needs_gpu("bench tune", device)
     proposed: dict[str, int] = {}
 
     def records_of(threshold: Threshold) -> Iterator[Record]:

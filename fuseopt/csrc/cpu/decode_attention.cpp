@@ -1,4 +1,6 @@
 // Attention of a decode step over a cache: see fuseopt/ops/decode/attention.py.
+#include <torch/headeronly/util/Float8_e4m3fn.h>
+
 #include <cstring>
 
 #include "check.h"
@@ -109,26 +111,68 @@ struct Update {
   double softcap;
 };
 
-/// Copies the key or value of every head of a row to its place in the cache.
-void write_token(const Tensor& token, const Tensor& cache, int64_t row, int64_t place) {
-  const int64_t heads = cache.size(1), capacity = cache.size(2), head_dim = cache.size(3);
-  const int64_t bytes = element_size(dtype(cache));
-  const char* source = static_cast<const char*>(token.const_data_ptr());
-  char* target = static_cast<char*>(cache.mutable_data_ptr());
-  for (int64_t head = 0; head < heads; ++head) {
-    std::memcpy(target + ((row * heads + head) * capacity + place) * head_dim * bytes,
-                source + (row * heads + head) * head_dim * bytes, head_dim * bytes);
+/// Of caches of 8 bits.
+struct Scales {
+  Tensor keys, values;
+  CacheDType dtype;
+};
+
+uint8_t rounded_to(CacheDType type, float x) {
+  if (type == kInt8) return static_cast<uint8_t>(static_cast<int8_t>(std::nearbyint(x)));
+  return c10::Float8_e4m3fn(x).x;
+}
+
+/// `quantize_heads` of fuseopt/ops/decode/quantized_attention.py for one vector; returns its scale.
+float quantize(const float* vector, int64_t n, CacheDType type, uint8_t* elements) {
+  const float most = type == kInt8 ? 127.0f : 448.0f;
+  float largest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const float magnitude = std::abs(vector[i]);
+    if (!(magnitude <= largest)) largest = magnitude;  // NaN stays
+    if (std::isnan(largest)) break;
   }
+  const float scale = largest / most;
+  const bool has_elements = scale > 0 && std::isfinite(scale);
+  for (int64_t i = 0; i < n; ++i) {
+    elements[i] = has_elements ? rounded_to(type, std::clamp(vector[i] / scale, -most, most)) : 0;
+  }
+  return scale;
+}
+
+/// Writes each head's key or value, [rows, heads, head_dim], to its row's place in the cache.
+void write_tokens(const Tensor& tokens, const Tensor& cache, const Integers& places, const Tensor* scales,
+                  CacheDType type) {
+  const int64_t heads = cache.size(1), capacity = cache.size(2), head_dim = cache.size(3);
+  char* const target = static_cast<char*>(cache.mutable_data_ptr());
+  if (scales == nullptr) {
+    const int64_t bytes = head_dim * element_size(dtype(cache));
+    const char* source = static_cast<const char*>(tokens.const_data_ptr());
+    for (int64_t i = 0; i < cache.size(0) * heads; ++i) {
+      std::memcpy(target + (i * capacity + places[i / heads]) * bytes, source + i * bytes, bytes);
+    }
+    return;
+  }
+  const Rows vectors(tokens);
+  parallel(cache.size(0) * heads, 16 * head_dim, [&](int64_t first, int64_t last) {
+    const RowBuffer<float> buffer(head_dim);
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t to = i * capacity + places[i / heads];
+      uint8_t* const elements = reinterpret_cast<uint8_t*>(target) + to * head_dim;
+      static_cast<float*>(scales->mutable_data_ptr())[to] =
+          quantize(vectors.read(i, buffer.get()), head_dim, type, elements);
+    }
+  });
 }
 
 template <typename Math>
 void attend_to(const Tensor& query, const Tensor& keys, const Tensor& values, const Integers& lengths,
-               const std::optional<Update>& update, const std::optional<Integers>& starts,
-               const std::optional<Tensor>& mask, const std::optional<Tensor>& bias, double scale, Tensor& output) {
+               const std::optional<Scales>& scales, const std::optional<Update>& update,
+               const std::optional<Integers>& starts, const std::optional<Tensor>& mask,
+               const std::optional<Tensor>& bias, double scale, Tensor& output) {
   const int64_t rows = query.size(0), heads = query.size(1), head_dim = query.size(2), added_length = update ? 1 : 0;
   const int64_t items = keys.size(0), kv_heads = keys.size(1), capacity = keys.size(2), queries_per_item = rows / items;
   const auto ancestry = update ? packed(update->ancestry) : std::nullopt;
-  const int64_t distances = bias ? bias->size(1) : 0, bytes = element_size(dtype(keys));
+  const int64_t distances = bias ? bias->size(1) : 0, bytes = scales ? 1 : element_size(dtype(keys));
   const std::vector<Math> biases = bias ? flatten<Math>(*bias, heads * distances, "bias") : std::vector<Math>();
   const Rows query_rows(query);
   const OutputRows output_rows(output, head_dim);
@@ -144,14 +188,20 @@ void attend_to(const Tensor& query, const Tensor& keys, const Tensor& values, co
       const int64_t row = i / heads, head = i % heads, item = row / queries_per_item;
       const Math* unscaled = query_rows.read(i, scaled.get());
       for (int64_t c = 0; c < head_dim; ++c) scaled.get()[c] = unscaled[c] * static_cast<Math>(scale);
-      const int64_t to_head = head / (heads / kv_heads) * capacity * head_dim * bytes;
+      const int64_t to_head = head / (heads / kv_heads) * capacity;
       HeadAttention attention = {};
-      attention.dtype = dtype(keys);
       attention.query = scaled.get();
-      attention.keys = static_cast<const char*>(keys.const_data_ptr()) + to_head;
-      attention.values = static_cast<const char*>(values.const_data_ptr()) + to_head;
+      attention.keys = static_cast<const char*>(keys.const_data_ptr()) + to_head * head_dim * bytes;
+      attention.values = static_cast<const char*>(values.const_data_ptr()) + to_head * head_dim * bytes;
+      if (scales) {
+        attention.cache_dtype = scales->dtype;
+        attention.key_scales = static_cast<const float*>(scales->keys.const_data_ptr()) + to_head;
+        attention.value_scales = static_cast<const float*>(scales->values.const_data_ptr()) + to_head;
+      } else {
+        attention.dtype = dtype(keys);
+      }
       attention.head_dim = head_dim;
-      attention.row_stride = kv_heads * capacity * head_dim;
+      attention.row_places = kv_heads * capacity;
       attention.row = item;
       attention.ancestry = sources ? sources + row * capacity : nullptr;
       attention.begin = starts ? std::max<int64_t>((*starts)[item], 0) : 0;
@@ -171,7 +221,8 @@ void attend_to(const Tensor& query, const Tensor& keys, const Tensor& values, co
 
 Tensor attend(const char* op, const Tensor& query, const std::optional<Update>& update, const Tensor& key_cache,
               const Tensor& value_cache, const Tensor& lengths, const std::optional<Tensor>& starts,
-              const std::optional<Tensor>& mask, const std::optional<Tensor>& bias, double scale) {
+              const std::optional<Tensor>& mask, const std::optional<Tensor>& bias, double scale,
+              std::optional<Scales> scales = std::nullopt) {
   FUSEOPT_CHECK(query.dim() == 3 && key_cache.dim() == 4, "fuseopt::", op,
                 ": query must be [rows, heads, head_dim], the caches [batch, kv_heads, capacity, head_dim]");
   const int64_t rows = query.size(0), heads = query.size(1), head_dim = query.size(2);
@@ -188,6 +239,13 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<Update>& 
   FUSEOPT_CHECK(!bias || (bias->dim() == 2 && bias->size(0) == heads && bias->size(1) > 0), "fuseopt::", op,
                 ": bias must be [", heads, ", distances]");
   if (update && update->ancestry) check_sizes(op, "ancestry", *update->ancestry, {rows, capacity});
+  if (scales) {
+    for (const Tensor& part : {scales->keys, scales->values}) {
+      check_sizes(op, "key_scales or value_scales", part, {items, kv_heads, capacity});
+      FUSEOPT_CHECK(!update || part.is_contiguous(), "fuseopt::", op, ": scales that are written to must be contiguous");
+    }
+    scales = Scales{packed(scales->keys), packed(scales->values), scales->dtype};
+  }
   const int64_t sizes[] = {rows, heads * head_dim};
   Tensor output = empty(sizes, 2, query.scalar_type());
   if (output.numel() == 0) return output;
@@ -205,14 +263,15 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<Update>& 
     for (int64_t row = 0; row < rows; ++row) {
       FUSEOPT_CHECK(ends[row] >= 0 && ends[row] < capacity, "fuseopt::", op, ": position ", ends[row],
                     " is outside the cache of ", capacity, " places");
-      write_token(key, key_cache, row, ends[row]);
-      write_token(value, value_cache, row, ends[row]);
     }
+    const CacheDType type = scales ? scales->dtype : kAsQuery;
+    write_tokens(key, key_cache, ends, scales ? &scales->keys : nullptr, type);
+    write_tokens(value, value_cache, ends, scales ? &scales->values : nullptr, type);
   }
   const Tensor keys = packed(key_cache), values = packed(value_cache);
   const auto first = starts ? std::optional<Integers>(*starts) : std::nullopt;
   const auto run = dtype(query) == kFloat64 ? attend_to<double> : attend_to<float>;
-  run(queries, keys, values, ends, update, first, packed(mask), bias, scale, output);
+  run(queries, keys, values, ends, scales, update, first, packed(mask), bias, scale, output);
   return output;
 }
 
@@ -235,6 +294,31 @@ Tensor decode_attention_(const Tensor& query, const Tensor& key, const Tensor& v
   const HeadRotation rotation{rotary, row_positions, q_norm, k_norm, interleaved, norm_eps, norm_offset};
   const Update update{key, value, ancestry, rotation, window, softcap};
   return attend("decode_attention_", query, update, key_cache, value_cache, positions, starts, mask, bias, scale);
+}
+
+Tensor decode_quantized_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                                  const Tensor& key_scales, const Tensor& value_scales, const Tensor& lengths,
+                                  const std::optional<Tensor>& starts, const std::optional<Tensor>& mask,
+                                  const std::optional<Tensor>& bias, double scale, bool is_fp8, bool) {
+  const Scales scales{key_scales, value_scales, is_fp8 ? kFp8 : kInt8};
+  return attend("decode_quantized_attention", query, std::nullopt, key_cache, value_cache, lengths, starts, mask, bias,
+                scale, scales);
+}
+
+Tensor decode_quantized_attention_(const Tensor& query, const Tensor& key, const Tensor& value, Tensor key_cache,
+                                   Tensor value_cache, Tensor key_scales, Tensor value_scales, const Tensor& positions,
+                                   const std::optional<Tensor>& starts, const std::optional<Tensor>& mask,
+                                   const std::optional<Tensor>& bias, const std::optional<Tensor>& ancestry,
+                                   double scale, const std::optional<Tensor>& rotary,
+                                   const std::optional<Tensor>& row_positions, bool interleaved,
+                                   const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm,
+                                   double norm_eps, double norm_offset, int64_t window, double softcap, bool is_fp8,
+                                   bool) {
+  const HeadRotation rotation{rotary, row_positions, q_norm, k_norm, interleaved, norm_eps, norm_offset};
+  const Update update{key, value, ancestry, rotation, window, softcap};
+  const Scales scales{key_scales, value_scales, is_fp8 ? kFp8 : kInt8};
+  return attend("decode_quantized_attention_", query, update, key_cache, value_cache, positions, starts, mask, bias,
+                scale, scales);
 }
 
 }  // namespace fuseopt

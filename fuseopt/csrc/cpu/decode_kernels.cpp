@@ -26,6 +26,7 @@
 namespace fuseopt::own {
 #include "cpu/decode_kernels_body.h"
 #include "cpu/decode_tiles_body.h"
+#include "cpu/attention_body.h"
 #include "cpu/low_bit_body.h"
 constexpr DecodeKernels kKernels = {dot_lines, add_lines, dot_tiles, add_tiles, attend, low_bit};
 }
@@ -44,6 +45,7 @@ constexpr DecodeKernels kKernels = {dot_lines, add_lines, dot_tiles, add_tiles, 
 namespace fuseopt::avx512 {
 #include "cpu/decode_kernels_body.h"
 #include "cpu/decode_tiles_body.h"
+#include "cpu/attention_body.h"
 #include "cpu/low_bit_body.h"
 constexpr DecodeKernels kKernels = {dot_lines, add_lines, dot_tiles, add_tiles, attend, low_bit};
 }

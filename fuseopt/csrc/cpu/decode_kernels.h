@@ -43,12 +43,15 @@ struct LowBitProducts {
 
 /// Attention of one query to the places [begin, end) of one head of a cache.
 struct HeadAttention {
-  DType dtype;           // of the caches
-  const void* query;     // [head_dim] float or double, scaled
-  const void* keys;      // [rows, places, head_dim] of this head; rows are `row_stride` elements apart
+  DType dtype;             // of the caches, if they have the query's
+  CacheDType cache_dtype;
+  const void* query;  // [head_dim] float or double, scaled
+  const void* keys;   // [rows, places, head_dim] of this head; rows are `row_places` places apart
   const void* values;
+  const float* key_scales;  // [rows, places], as far apart; null if the caches have the query's dtype
+  const float* value_scales;
   int64_t head_dim;
-  int64_t row_stride;
+  int64_t row_places;
   int64_t row;
   const int* ancestry;  // [places]: the row that holds a place before the last one; null: `row`
   int64_t begin;

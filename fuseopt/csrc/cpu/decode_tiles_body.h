@@ -282,6 +282,3 @@ void dot_lines(const Products& products) { FUSEOPT_BY_DTYPE(dot_lines_of, produc
 void dot_tiles(const Products& products) { FUSEOPT_BY_DTYPE(dot_rows_of, products.dtype, products) }
 void add_lines(const Products& products) { FUSEOPT_BY_DTYPE(add_lines_of, products.dtype, products) }
 void add_tiles(const Products& products) { FUSEOPT_BY_DTYPE(add_tiles_of, products.dtype, products) }
-void attend(const HeadAttention& attention) { FUSEOPT_BY_DTYPE(attend_of, attention.dtype, attention) }
-
-#undef FUSEOPT_BY_DTYPE

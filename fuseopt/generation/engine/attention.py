@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from fuseopt import ops
 from fuseopt.generation.engine.beam_state import along_ancestry
 from fuseopt.generation.engine.layers import has_kernel
 from fuseopt.generation.engine.positions import normalised_heads, options_of_op, rotated, split_heads
+from fuseopt.generation.engine.quantized_cache import LayerCache, QuantizedCache, append, filled
 from fuseopt.generation.engine.residual_stream import ResidualStream
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.ops.decode.qkv_attention import is_fast
@@ -37,7 +38,7 @@ class StepAttention:
         self.ancestry = None if state.beams is None else state.beams.ancestry[0]
         self._tables_of_rows: dict[int, Tensor] = {}
         self._slot_masks: dict[int | None, Tensor] = {}
-        self.by_kernel = has_kernel("decode_attention", state.cache)
+        self.by_kernel = has_kernel(state.attention_op, state.encoded)
         # On a CPU attention reads only the filled slots. On a GPU the host does not know how many.
         is_on_cpu = state.device.type == "cpu"
         self.filled = int(state.slot) + 1 if is_on_cpu and not self.by_kernel else state.sizes.capacity
@@ -45,7 +46,7 @@ class StepAttention:
         if is_on_cpu and not self.by_kernel:
             self.cross_filled = int(state.cross_length)
 
-    def project_to_slots(self, stream: ResidualStream, attention: SelfAttention, cache: Tensor) -> Tensor:
+    def project_to_slots(self, stream: ResidualStream, attention: SelfAttention, cache: LayerCache) -> Tensor:
         """Self-attention without its output projection: writes the step's keys and values into a layer's cache, and
         attends to the filled slots.
 
@@ -62,7 +63,7 @@ class StepAttention:
         query, key, value = split_heads(projected, attention, cache.shape[2], cache.shape[4])
         return self._to_slots(query, key, value, attention, cache)
 
-    def to_encoder(self, query: Tensor, cache: Tensor, scale: float) -> Tensor:
+    def to_encoder(self, query: Tensor, cache: LayerCache, scale: float) -> Tensor:
         """Cross-attention to the keys and values in a layer's cache.
 
         Args:
@@ -74,21 +75,22 @@ class StepAttention:
         """
         state = self.state
         if self.by_kernel:
-            return ops.decode_attention(
-                query, cache[0], cache[1], state.cross_length, mask=state.cross_keep, scale=scale, pdl=True
-            )
-        cache = cache[:, :, :, : self.cross_filled]
+            options: dict[str, Any] = {"mask": state.cross_keep, "scale": scale, "pdl": True}
+            if isinstance(cache, QuantizedCache):
+                return ops.decode_quantized_attention(query, *cache.parts, state.cross_length, **options)
+            return ops.decode_attention(query, cache[0], cache[1], state.cross_length, **options)
+        keys, values = filled(cache, self.cross_filled, query.dtype)
         query = query.unflatten(0, (state.sizes.items, -1)).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(query, cache[0], cache[1], self._cross_mask, scale=scale)
+        attended = F.scaled_dot_product_attention(query, keys, values, self._cross_mask, scale=scale)
         return attended.transpose(1, 2).flatten(0, 1).flatten(1)
 
-    def _in_one_kernel(self, stream: ResidualStream, attention: SelfAttention, cache: Tensor) -> Tensor | None:
+    def _in_one_kernel(self, stream: ResidualStream, attention: SelfAttention, cache: LayerCache) -> Tensor | None:
         """Projection and attention in one kernel; None if that is not faster or does not exist."""
         weight, *others = attention.qkv.weights
         biases, norm = attention.qkv.biases, attention.norm
         if not (self.by_kernel and self.ancestry is None and not others and stream.is_stored and norm is not None):
             return None
-        if attention.qkv.low_rank is not None or attention.qkv.low_bit:
+        if attention.qkv.low_rank is not None or attention.qkv.low_bit or isinstance(cache, QuantizedCache):
             return None
         parts = stream.total(), weight, biases[0] if biases else None, cache[0], cache[1]
         has_three_equal = is_plain(attention) and len(weight) == 3 * cache.shape[2] * cache.shape[4]
@@ -104,7 +106,9 @@ class StepAttention:
             pdl=True,
         )
 
-    def _to_slots(self, query: Tensor, key: Tensor, value: Tensor, attention: SelfAttention, cache: Tensor) -> Tensor:
+    def _to_slots(
+        self, query: Tensor, key: Tensor, value: Tensor, attention: SelfAttention, cache: LayerCache
+    ) -> Tensor:
         """`query` [rows, heads, head_dim], `key` and `value` [rows, kv_heads, head_dim], as they are projected."""
         if self.by_kernel:
             options = options_of_op(attention, cache.shape[4], self.tables, self.state.positions)
@@ -112,35 +116,24 @@ class StepAttention:
                 query, key = normalised_heads(query, attention.q_norm), normalised_heads(key, attention.k_norm)
                 without = attention._replace(q_norm=None, k_norm=None)
                 options = options_of_op(without, cache.shape[4], self.tables, self.state.positions) or {}
-            return ops.decode_attention_(
-                query,
-                key,
-                value,
-                cache[0],
-                cache[1],
-                self.state.slot,
-                mask=self.state.keep,
-                bias=self._bias(attention),
-                ancestry=self.ancestry,
-                scale=attention.scale,
-                window=attention.window or 0,
-                softcap=attention.softcap or 0.0,
-                pdl=True,
-                **options,
-            )
+            options |= {"bias": self._bias(attention), "ancestry": self.ancestry, "scale": attention.scale}
+            options |= {"window": attention.window or 0, "softcap": attention.softcap or 0.0}
+            options |= {"mask": self.state.keep, "pdl": True}
+            if isinstance(cache, QuantizedCache):
+                return ops.decode_quantized_attention_(query, key, value, *cache.parts, self.state.slot, **options)
+            return ops.decode_attention_(query, key, value, cache[0], cache[1], self.state.slot, **options)
         query, key = normalised_heads(query, attention.q_norm), normalised_heads(key, attention.k_norm)
         if attention.rotary is not None:
             table = self._table_of_rows(attention.rotary)
             query, key = (rotated(part, table, attention.rotary) for part in (query, key))
-        for slots, vectors in zip(cache, (key, value), strict=True):
-            slots.index_copy_(2, self.state.slot, vectors.unsqueeze(2))
-        cache = cache[:, :, :, : self.filled]
+        append(cache, self.state.slot, key, value)
+        plain = filled(cache, self.filled, query.dtype)
         if self.ancestry is not None:
-            cache = along_ancestry(cache, self.ancestry[:, : self.filled])
+            plain = along_ancestry(plain, self.ancestry[:, : self.filled])
         # The heads that share keys and values are queries of one head.
         grouped = query.unflatten(1, (cache.shape[2], -1))
         mask = self._mask(attention)
-        return attend(grouped, cache[0], cache[1], mask, attention.scale, attention.softcap).flatten(1)
+        return attend(grouped, plain[0], plain[1], mask, attention.scale, attention.softcap).flatten(1)
 
     def _bias(self, attention: SelfAttention) -> Tensor | None:
         return None if attention.relative_bias is None else self.biases[id(attention.relative_bias)]
@@ -165,12 +158,12 @@ class StepAttention:
             seen = slots <= state.slot
             if window is not None:
                 seen = seen & (slots > state.slot - window)
-            self._slot_masks[window] = additive(state.keep[:, : self.filled] & seen, state.cache.dtype)
+            self._slot_masks[window] = additive(state.keep[:, : self.filled] & seen, state.dtype)
         return self._slot_masks[window]
 
     @functools.cached_property
     def _cross_mask(self) -> Tensor:
-        return additive(self.state.cross_keep[:, : self.cross_filled], self.state.cache.dtype)
+        return additive(self.state.cross_keep[:, : self.cross_filled], self.state.dtype)
 
 
 def is_plain(attention: SelfAttention) -> bool:

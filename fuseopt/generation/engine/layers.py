@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from fuseopt import ops
 from fuseopt.generation.engine.low_rank import LoraPart, LowRank
 from fuseopt.modules.base import full_name, source_class
+from fuseopt.modules.quantised import QuantisedWeight, quantised_weights
 from fuseopt.ops import registry
 from fuseopt.ops.decode.linear import ACTIVATIONS, FEW_ROWS, NORMS, is_fast
 from fuseopt.ops.decode.low_bit_linear import MAX_ROWS as MOST_LOW_BIT_ROWS
@@ -78,7 +79,10 @@ class Linear:
         prefetch: weights of a later launch, which the kernel reads into the L2 cache.
         low_rank: updates of the weights by LoRA adapters; None without any.
         sources: the modules that the weights belong to.
-        low_bit: what the layer multiplies with in place of `weights`, quantised from them; empty without any.
+        low_bit: what the layer multiplies with in place of `weights`, quantised from them or read from `checkpoint`;
+            empty without any.
+        checkpoint: how a checkpoint that comes quantised stores the weights. `weights` only stand in for these then,
+            with their shapes, dtype and device. Empty without any.
     """
 
     weights: tuple[Tensor, ...]
@@ -87,6 +91,7 @@ class Linear:
     low_rank: LowRank | None = None
     sources: tuple[nn.Module, ...] = ()
     low_bit: tuple[LowBitWeight, ...] = ()
+    checkpoint: tuple[QuantisedWeight, ...] = ()
 
     @property
     def stored(self) -> tuple[Tensor, ...]:
@@ -98,6 +103,12 @@ class Linear:
         if not self.low_bit:
             return self.weights
         return tuple(dequantize(low, weight.dtype) for low, weight in zip(self.low_bit, self.weights, strict=True))
+
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Sets the dtype of a layer that came quantised, whose modules follow that of their input."""
+        if self.checkpoint:
+            self.weights = tuple(weight.stand_in(dtype) for weight in self.checkpoint)
+            self.biases = tuple(bias.to(dtype) for bias in self.biases)
 
     @functools.cached_property
     def no_bias(self) -> Tensor:
@@ -145,30 +156,36 @@ def _first_part(weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def linear_of(*modules: nn.Linear) -> Linear:
-    """The Linear of torch.nn.Linear modules, also inside LoRA layers. If one of them has a bias, those without get a
-    bias of zeros."""
-    weights, biases = tuple(module.weight for module in modules), [module.bias for module in modules]
+    """The Linear of torch.nn.Linear modules, also inside LoRA layers, or of layers that came quantised. If one of them
+    has a bias, those without get a bias of zeros."""
+    checkpoint = quantised_weights(modules)
+    weights = tuple(part.stand_in() for part in checkpoint) or tuple(module.weight for module in modules)
+    biases = [module.bias for module in modules]
     parts = [LoraPart(module, 0, len(weight)) for module, weight in zip(modules, weights, strict=True)]
     low_rank = LowRank.of(parts, weights[0])
     if all(bias is None for bias in biases):
-        return Linear(weights, low_rank=low_rank, sources=modules)
+        return Linear(weights, low_rank=low_rank, sources=modules, checkpoint=checkpoint)
     filled = (w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True))
-    return Linear(weights, tuple(filled), low_rank=low_rank, sources=modules)
+    return Linear(weights, tuple(filled), low_rank=low_rank, sources=modules, checkpoint=checkpoint)
 
 
 def conv1d_of(module: nn.Module) -> Linear:
-    """The Linear of a Conv1D, whose weight is [in, out], also inside a LoRA layer."""
-    weight = module.weight.T
+    """The Linear of a Conv1D, whose weight is [in, out], also inside a LoRA layer, or of one that came quantised."""
+    checkpoint = quantised_weights([module])
+    weight = checkpoint[0].stand_in() if checkpoint else module.weight.T
     low_rank = LowRank.of([LoraPart(module, 0, len(weight))], weight)
-    return Linear((weight,), (module.bias,), low_rank=low_rank, sources=(module,))
+    return Linear((weight,), (module.bias,), low_rank=low_rank, sources=(module,), checkpoint=checkpoint)
 
 
 def halves_of(module: nn.Module) -> Linear:
-    """The Linear of both halves of a torch.nn.Linear's outputs, also inside a LoRA layer."""
-    first, second = module.weight.chunk(2)
-    parts = [LoraPart(module, 0, len(first)), LoraPart(module, len(first), len(module.weight))]
+    """The Linear of both halves of a torch.nn.Linear's outputs, also inside a LoRA layer, or of one that came
+    quantised."""
+    checkpoint = tuple(half for whole in quantised_weights([module]) for half in whole.halves())
+    first, second = (part.stand_in() for part in checkpoint) if checkpoint else module.weight.chunk(2)
+    parts = [LoraPart(module, 0, len(first)), LoraPart(module, len(first), len(first) + len(second))]
     biases = () if module.bias is None else tuple(module.bias.chunk(2))
-    return Linear((first, second), biases, low_rank=LowRank.of(parts, first), sources=(module,))
+    low_rank = LowRank.of(parts, first)
+    return Linear((first, second), biases, low_rank=low_rank, sources=(module,), checkpoint=checkpoint)
 
 
 def layer_norm_of(norm: nn.Module) -> Norm:

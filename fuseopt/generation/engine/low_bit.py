@@ -1,4 +1,4 @@
-"""Quantised copies of the weights that a decode step reads: which there are, and when they are made anew."""
+"""The low-bit weights that a decode step reads, quantised or read from a checkpoint, and when they are made anew."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tqdm import tqdm
 
 from fuseopt.config import LowBitOptions
 from fuseopt.generation.engine.layers import Linear
-from fuseopt.ops.low_bit import LowBitWeight, dequantize, not_quantised_reason, quantize
+from fuseopt.modules.quantised import described
+from fuseopt.ops.low_bit import LowBitWeight, dequantize, no_kernel_reason, not_quantised_reason, quantize
 from fuseopt.runtime.announcements import announce, is_bar_disabled
 from fuseopt.runtime.written_values import sample
 
@@ -69,8 +70,11 @@ def _reason(layer: Linear, paths: Sequence[str], options: LowBitOptions) -> str 
     """Why a layer is not quantised; None if it is."""
     if layer.low_rank is not None:
         return "it has LoRA adapters"
-    if layer.weights[0].device.type == "cuda":
-        return "kernels for weights in 8 or 4 bits run on a CPU"
+    if layer.checkpoint:
+        return f"it came quantised ({layer.checkpoint[0].layout})"
+    no_kernel = no_kernel_reason(layer.weights[0].device)
+    if no_kernel is not None:
+        return no_kernel
     excluded = options.paths.left_out_reason(paths)
     if excluded is not None:
         return excluded.replace("it", paths[0], 1) if len(paths) > 1 and "names it" in excluded else excluded
@@ -100,28 +104,52 @@ class QuantisedModule(NamedTuple):
 
 
 class LowBitWeights:
-    """The quantised weights of one model's decode step. A weight that has not changed is not quantised again.
+    """The low-bit weights of one model's decode step. A weight that has not changed is not quantised or read again.
 
-    A change is seen by a weight's address, its version and a sample of its values.
+    A change is seen by a tensor's address, its version and a sample of its values.
+
+    Args:
+        options: how to quantise the model's weights; None to read only those that came quantised.
 
     Attributes:
         unquantised_bytes: of the weights that are quantised, each counted once.
     """
 
-    def __init__(self, options: LowBitOptions) -> None:
+    def __init__(self, options: LowBitOptions | None) -> None:
         self.options = options
         self._made: dict[Hashable, LowBitWeight] = {}
+        self._read: dict[Hashable, LowBitWeight] = {}
         self._choice = LowBitChoice((), (), {})
+        self._came: list[Linear] = []
+        self._tensors: list[Tensor] = []
         self.unquantised_bytes = 0
 
-    def put_into(self, choice: LowBitChoice) -> None:
-        """Sets `low_bit` of the layers of `choice`."""
+    def put_into(self, choice: LowBitChoice | None, linears: Iterable[Linear]) -> None:
+        """Sets `low_bit` of the layers of `choice`, and of those of `linears` that came quantised."""
+        self._choice = LowBitChoice((), (), {}) if choice is None else choice
+        self._came = [layer for layer in linears if layer.checkpoint]
+        self._read = self._read_all()
+        self._made = self._quantise_all()
+        self._tensors = [weight for layer in self._choice.layers for weight in layer.weights]
+        self._tensors += [tensor for layer in self._came for part in layer.checkpoint for tensor in part.tensors]
+
+    def _read_all(self) -> dict[Hashable, LowBitWeight]:
+        read: dict[Hashable, LowBitWeight] = {}
+        for layer in self._came:
+            keys = [(*map(_key, part.tensors), part.begin) for part in layer.checkpoint]
+            for key, part in zip(keys, layer.checkpoint, strict=True):
+                read[key] = self._read.get(key) or part.read()
+            layer.low_bit = _alike([read[key] for key in keys])
+        return read
+
+    def _quantise_all(self) -> dict[Hashable, LowBitWeight]:
+        options, choice = self.options, self._choice
         made: dict[Hashable, LowBitWeight] = {}
         begin, before, unquantised = time.perf_counter(), self._made, {}
         weights = [(layer, weight) for layer in choice.layers for weight in layer.weights]
         bar = tqdm(weights, "fuseopt quantises", unit="weight", leave=False, delay=1, disable=is_bar_disabled())
-        options = self.options
         for _, weight in bar:
+            assert options is not None
             key, unquantised[weight.data_ptr()] = _key(weight), weight.nbytes
             if key not in made:
                 low = before.get(key)
@@ -129,13 +157,14 @@ class LowBitWeights:
         for layer in choice.layers:
             layer.low_bit = tuple(made[_key(weight)] for weight in layer.weights)
         count = len(made.keys() - before.keys())
-        self._made, self._choice, self.unquantised_bytes = made, choice, sum(unquantised.values())
+        self.unquantised_bytes = sum(unquantised.values())
         if count:
             announce(f"quantised {count} weights to {options} in {time.perf_counter() - begin:.1f} s")
+        return made
 
     def versions(self) -> tuple[Hashable, ...]:
-        """Differs once a quantised weight has been written to."""
-        return tuple(_content(weight) for layer in self._choice.layers for weight in layer.weights)
+        """Differs once a tensor that a low-bit weight was made from has been written to."""
+        return tuple(map(_content, self._tensors))
 
     def modules(self) -> Iterator[QuantisedModule]:
         names = iter(self._choice.names)
@@ -153,16 +182,35 @@ class LowBitWeights:
 
     @property
     def made_as(self) -> str:
-        """The options, if a weight is quantised, else ""."""
+        """The options, if a weight is quantised, else "". Weights that came quantised do not count."""
         return str(self.options) if self._made else ""
 
     def report_lines(self) -> Iterator[str]:
+        if self._came:
+            parts = [part for layer in self._came for part in layer.checkpoint]
+            stored = {tensor.data_ptr(): tensor.nbytes for part in parts for tensor in part.tensors}
+            copies = {tensor.data_ptr(): tensor.nbytes for low in self._read.values() for tensor in low.tensors}
+            size = sum(copies[place] for place in copies.keys() - stored.keys()) / 2**20
+            yield (
+                f"{described(parts)}: {size:.1f} MiB of copies beside "
+                f"{sum(stored.values()) / 2**20:.1f} MiB of the checkpoint's"
+            )
         if not self._made:
             return
         yield (
             f"weights in {self.options}: {self._choice}; {self.quantised_bytes / 2**20:.1f} MiB, beside "
             f"{self.unquantised_bytes / 2**20:.1f} MiB unquantised"
         )
+
+
+def _alike(weights: Sequence[LowBitWeight]) -> tuple[LowBitWeight, ...]:
+    """With zero points for all if any has them: 8 is what no zero point counts as."""
+    if len({low.zeros is None for low in weights}) == 1:
+        return tuple(weights)
+    return tuple(
+        low._replace(zeros=torch.full_like(low.scales, 8, dtype=torch.uint8)) if low.zeros is None else low
+        for low in weights
+    )
 
 
 def _key(weight: Tensor) -> Hashable:

@@ -13,6 +13,7 @@ from fuseopt import ops
 from fuseopt.generation.engine.attention import attend, is_plain
 from fuseopt.generation.engine.layers import causal_mask, has_cuda_kernel
 from fuseopt.generation.engine.positions import normalised_heads, options_of_op, rotated, split_heads
+from fuseopt.generation.engine.quantized_cache import LayerCache, fill
 from fuseopt.generation.engine.residual_stream import ResidualStream
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.prompt.prompts import store
@@ -44,13 +45,13 @@ class PromptAttention:
         positions: Tensor,
     ) -> None:
         self.size, self.tables, self.positions = (state.sizes.rows, length), tables, positions
-        self.in_prompt = state.in_prompt(length)
+        self.in_prompt, self.dtype = state.in_prompt(length), state.dtype
         # By the window of a layer, what is added to its scores: [rows or 1, 1, length, length]; None: nothing, but a
         # token sees none after it.
         self.masks: dict[int | None, Tensor | None] = {}
         # Of capped scores PyTorch has no attention that takes a row without keys.
         is_capped = any(attention.softcap is not None for attention in attentions)
-        hidden = torch.finfo(state.cache.dtype).min if is_capped else -torch.inf
+        hidden = torch.finfo(state.dtype).min if is_capped else -torch.inf
         for window in {attention.window for attention in attentions}:
             self.masks[window] = None
             is_windowed = window is not None and window < length
@@ -59,10 +60,10 @@ class PromptAttention:
                 seen = seen.triu(1 - window) if window is not None and is_windowed else seen
                 seen = seen & state.keep[:, None, None, :length] if masked else seen
                 # As numbers, since PyTorch would turn it into numbers in every layer.
-                mask = torch.zeros(seen.shape, dtype=state.cache.dtype, device=state.device)
+                mask = torch.zeros(seen.shape, dtype=state.dtype, device=state.device)
                 self.masks[window] = mask.masked_fill_(~seen, hidden)
 
-    def project(self, stream: ResidualStream, attention: SelfAttention, cache: Tensor) -> Tensor:
+    def project(self, stream: ResidualStream, attention: SelfAttention, cache: LayerCache) -> Tensor:
         """Self-attention without its output projection.
 
         Args:
@@ -71,6 +72,16 @@ class PromptAttention:
         Returns:
             [rows * length, heads * head_dim].
         """
+        if isinstance(cache, Tensor):
+            return self._project(stream, attention, cache)
+        # The prompt attends to its keys and values as they are computed; later tokens, to what 8 bits hold of them.
+        (rows, length), kv_heads, head_dim = self.size, cache.shape[2], cache.shape[4]
+        computed = cache.scales.new_empty((2, rows, kv_heads, length, head_dim), dtype=self.dtype)
+        attended = self._project(stream, attention, computed)
+        fill(cache, 0, computed)
+        return attended
+
+    def _project(self, stream: ResidualStream, attention: SelfAttention, cache: Tensor) -> Tensor:
         (rows, length), mask = self.size, self.masks[attention.window]
         kv_heads, head_dim = cache.shape[2], cache.shape[4]
         projected = stream.linear(attention.qkv, attention.norm)

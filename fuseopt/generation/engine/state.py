@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from fuseopt.generation.engine.beam_state import BeamState
 from fuseopt.generation.engine.device_constants import TrackedCopy
+from fuseopt.generation.engine.quantized_cache import LayerCache, QuantizedCache
 from fuseopt.ops.decode.linear import FEW_ROWS
 from fuseopt.tuning import tuned
 
@@ -61,6 +63,7 @@ class CacheShape:
 
     Attributes:
         absorbed_slots: the most slots for which cross-attention is also kept absorbed; 0: never.
+        stored_dtype: int8 or float8_e4m3fn for keys and values in 8 bits; None for `dtype`, which they are computed in.
     """
 
     layers: int
@@ -70,11 +73,15 @@ class CacheShape:
     device: torch.device
     encoder_width: int = 0
     absorbed_slots: int = 0
+    stored_dtype: torch.dtype | None = None
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of keys and values of one row in one slot, over all layers."""
-        return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
+        """Bytes of keys and values of one row in one slot, over all layers, with their scales."""
+        of_head = self.head_dim * self.dtype.itemsize
+        if self.stored_dtype is not None:
+            of_head = self.head_dim + torch.float32.itemsize
+        return 2 * self.layers * self.heads * of_head
 
     def bytes_of(self, sizes: Sizes) -> int:
         """Bytes of all keys and values, of the encoder's output too."""
@@ -109,9 +116,11 @@ class DecodeState:
     up to that one. A prefill reads the prompt from `ids` and `prompt_positions`, up to slot `slot`.
 
     Attributes:
+        dtype: of keys and values as they are computed.
         cache: [layers, 2, rows, kv_heads, capacity, head_dim]; keys, then values.
+        scales: of a cache in 8 bits, float32 [layers, 2, rows, kv_heads, capacity]; else None.
         rotary_tables: what a step derives from the slots' numbers, [capacity, any] float32 each.
-        cross_cache: [layers, 2, items, heads, cross_capacity, head_dim], of the encoder's output.
+        cross_cache, cross_scales: the same of the encoder's output, for each of `items` and `cross_capacity`.
         tokens, positions: [rows], of the tokens that the next step takes.
         slot: [1], the slot that the next step fills.
         keep: [rows, capacity], the slots that a row may attend to.
@@ -132,7 +141,7 @@ class DecodeState:
     """
 
     def __init__(self, sizes: Sizes, shape: CacheShape, vocab: int) -> None:
-        self.sizes, self.used, self.may_pad = sizes, False, True
+        self.sizes, self.dtype, self.used, self.may_pad = sizes, shape.dtype, False, True
         # What the host knows of device tensors, to skip writing them again: `keep` is all True, `prompt_positions`
         # count up from 0, and `cross_keep` is True for so many slots in every item.
         self._keeps_all = self._counts_up = False
@@ -147,9 +156,14 @@ class DecodeState:
             layers, heads, head_dim = shape.layers, shape.heads, shape.head_dim
             # On a CPU nothing reads an unfilled slot, and the system provides a page when it is first written.
             allocate = torch.empty if shape.device.type == "cpu" else torch.zeros
-            size = layers, 2, rows, heads, capacity, head_dim
-            self.cache = allocate(size, dtype=shape.dtype, device=shape.device)
-            self.cross_cache = zeros(layers, 2, sizes.items, heads, cross_capacity, head_dim, dtype=shape.dtype)
+            size, cross_size = (layers, 2, rows, heads, capacity), (layers, 2, sizes.items, heads, cross_capacity)
+            stored = shape.stored_dtype or shape.dtype
+            self.cache = allocate((*size, head_dim), dtype=stored, device=shape.device)
+            self.cross_cache = zeros(*cross_size, head_dim, dtype=stored)
+            self.scales = self.cross_scales = None
+            if shape.stored_dtype is not None:
+                self.scales = allocate(size, dtype=torch.float32, device=shape.device)
+                self.cross_scales = zeros(*cross_size, dtype=torch.float32)
             self.keep = zeros(rows, capacity, dtype=torch.bool)
             self.cross_keep = zeros(sizes.items, cross_capacity, dtype=torch.bool)
             self.encoded = zeros(sizes.items, cross_capacity, shape.encoder_width, dtype=shape.dtype)
@@ -183,18 +197,36 @@ class DecodeState:
     @property
     def cache_size(self) -> str:
         """For the report."""
-        mebibytes = (self.cache.nbytes + self.cross_cache.nbytes) / 2**20
-        return f"{self.sizes}, {mebibytes:.1f} MiB of keys and values"
+        caches = self.cache, self.cross_cache, self.scales, self.cross_scales
+        mebibytes = sum(cache.nbytes for cache in caches if cache is not None) / 2**20
+        kind = "" if self.scales is None else f" in {str(self.cache.dtype).removeprefix('torch.')}"
+        return f"{self.sizes}, {mebibytes:.1f} MiB of keys and values{kind}"
 
     @property
     def device(self) -> torch.device:
         return self.ids.device
 
+    @property
+    def layer_caches(self) -> Sequence[LayerCache]:
+        """`cache` by layer."""
+        return _by_layer(self.cache, self.scales)
+
+    @property
+    def cross_caches(self) -> Sequence[LayerCache]:
+        """`cross_cache` by layer."""
+        return _by_layer(self.cross_cache, self.cross_scales)
+
+    @property
+    def attention_op(self) -> str:
+        """The op that attends to the caches; `encoded` has the dtype of its queries."""
+        return "decode_attention" if self.scales is None else "decode_quantized_attention"
+
     def zero_caches(self) -> None:
         """Zeros the caches of an earlier call. Attention multiplies masked values by 0, and 0 * NaN is NaN."""
         if self.used:
-            self.cache.zero_()
-            self.cross_cache.zero_()
+            for cache in (self.cache, self.cross_cache, self.scales, self.cross_scales):
+                if cache is not None:
+                    cache.zero_()
         self.used = True
 
     def begin(self, filled: int, keep: Tensor | None = None, positions: Tensor | None = None) -> None:
@@ -266,6 +298,10 @@ class DecodeState:
             # As in transformers, a longer mask is cut and a shorter one is padded with zeros.
             keep = keep[:, :length]
             self.cross_keep[:, : keep.shape[1]] = keep.bool()
+
+
+def _by_layer(cache: Tensor, scales: Tensor | None) -> Sequence[LayerCache]:
+    return tuple(cache) if scales is None else tuple(map(QuantizedCache, cache, scales))
 
 
 def capacity_for(length: int) -> int:

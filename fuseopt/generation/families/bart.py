@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from torch import nn
@@ -57,7 +58,7 @@ class BartStep(SpecStep):
 
     @staticmethod
     def head_of(model: nn.Module) -> Linear:
-        return Linear((model.lm_head.weight,), (model.final_logits_bias[0],), sources=(model.lm_head,))
+        return replace(linear_of(model.lm_head), biases=(model.final_logits_bias[0],))
 
     @classmethod
     def _layer(cls, block: nn.Module) -> Layer:

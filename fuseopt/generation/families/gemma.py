@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from fuseopt.generation.families.decoder_spec import DecoderSpec, Layer, RotaryPositions
 from fuseopt.generation.families.llama_like import LlamaLikeStep, llama_like, rotary_of
@@ -49,8 +49,8 @@ class Gemma2Step(GemmaStep):
     config_fields = (*GemmaStep.config_fields, "_attn_implementation")
 
     @classmethod
-    def layer_of(cls, block: nn.Module, rotary: RotaryPositions | None) -> Layer:
-        layer, own = super().layer_of(block, rotary), block.self_attn
+    def layer_of(cls, block: nn.Module, rotary: RotaryPositions | None, like: Tensor) -> Layer:
+        layer, own = super().layer_of(block, rotary, like), block.self_attn
         # Some versions of transformers run it with "sdpa" too, whose scores are not capped.
         softcap = own.attn_logit_softcapping if own.config._attn_implementation == "eager" else None
         return layer._replace(self_attention=layer.self_attention._replace(softcap=softcap))

@@ -81,8 +81,10 @@ class LlamaLikeStep(SpecStep):
         rotary = cls.rotary_by_layer(model)
         return DecoderSpec(
             token_embedding=body.embed_tokens.weight,
-            layers=tuple(cls.layer_of(block, rotary[index]) for index, block in enumerate(body.layers)),
-            final_norm=cls.norm_of(body.norm, model.lm_head.weight),
+            layers=tuple(
+                cls.layer_of(block, rotary[index], body.embed_tokens.weight) for index, block in enumerate(body.layers)
+            ),
+            final_norm=cls.norm_of(body.norm, body.embed_tokens.weight),
             head=linear_of(model.lm_head),
             heads=config.num_attention_heads,
             kv_heads=kv_heads,
@@ -94,10 +96,9 @@ class LlamaLikeStep(SpecStep):
         return (rotary_of(model.model.rotary_emb),) * len(model.model.layers)
 
     @classmethod
-    def layer_of(cls, block: nn.Module, rotary: RotaryPositions | None) -> Layer:
+    def layer_of(cls, block: nn.Module, rotary: RotaryPositions | None, like: Tensor) -> Layer:
         own, mlp = block.self_attn, block.mlp
         modules = [None if name is None else getattr(block, name) for name in cls.norms]
-        like = own.o_proj.weight
         norms = [None if module is None else cls.norm_of(module, like) for module in modules]
         if hasattr(own, "qkv_proj"):
             qkv = linear_of(own.qkv_proj)
@@ -136,7 +137,7 @@ class LlamaLikeStep(SpecStep):
     @classmethod
     def norm_of(cls, norm: nn.Module, like: Tensor) -> Norm:
         """Args:
-        like: a weight of the same layer, for norms that have none.
+        like: a weight of the dtype and on the device of norms that have none.
         """
         eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
         return Norm(cls.norm_kind, norm.weight, getattr(norm, "bias", None), eps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,7 @@ from fuseopt.generation.families.decoder_spec import (
     SelfAttention,
 )
 from fuseopt.ops.decode.linear import ACTIVATIONS
+from fuseopt.ops.decode.quantized_attention import dequantize_heads, quantize_heads
 
 
 @dataclass
@@ -28,25 +30,37 @@ class KeyValueCache:
         cross: likewise of an encoder's output.
         keep: [rows, length] bool, False for tokens that are padding.
         cross_keep: [rows, encoder length] bool.
+        stored_dtype: int8 or float8_e4m3fn to round them as a cache in 8 bits does; None for no rounding.
     """
 
     layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     cross: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     keep: Tensor | None = None
     cross_keep: Tensor | None = None
+    stored_dtype: torch.dtype | None = None
 
     @property
     def length(self) -> int:
         return self.layers[0][0].shape[2] if self.layers else 0
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds new tokens to a layer's cache; returns all of it."""
-        if layer == len(self.layers):
-            self.layers.append((keys, values))
-        else:
-            before = self.layers[layer]
-            self.layers[layer] = torch.cat((before[0], keys), dim=2), torch.cat((before[1], values), dim=2)
-        return self.layers[layer]
+        """Adds new tokens to a layer's cache; returns what they attend to: all of it.
+
+        Several tokens attend to their own keys and values without rounding.
+        """
+        before, stored = self.layers[layer : layer + 1], (self.rounded(keys), self.rounded(values))
+        self.layers[layer : layer + 1] = [_joined(before, stored)]
+        return self.layers[layer] if keys.shape[2] == 1 else _joined(before, (keys, values))
+
+    def rounded(self, vectors: Tensor) -> Tensor:
+        if self.stored_dtype is None:
+            return vectors
+        return dequantize_heads(*quantize_heads(vectors, self.stored_dtype), vectors.dtype)
+
+
+def _joined(before: Sequence[tuple[Tensor, Tensor]], after: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    keys, values = (torch.cat(parts, dim=2) for parts in zip(*before, after, strict=True))
+    return keys, values
 
 
 class ReferenceDecoder:
@@ -69,7 +83,7 @@ class ReferenceDecoder:
         for layer in self.spec.layers:
             assert layer.cross_attention is not None, "the spec has no encoder"
             keys, values = linear(encoded, layer.cross_attention.key_value).chunk(2, dim=-1)
-            cache.cross.append((self.split_heads(keys), self.split_heads(values)))
+            cache.cross.append((cache.rounded(self.split_heads(keys)), cache.rounded(self.split_heads(values))))
 
     def __call__(
         self, cache: KeyValueCache, tokens: Tensor, positions: Tensor | None = None, keep: Tensor | None = None

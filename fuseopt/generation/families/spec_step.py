@@ -26,6 +26,7 @@ from fuseopt.generation.engine.layers import (
 from fuseopt.generation.engine.low_bit import LowBitChoice, LowBitWeights, low_bit_choice
 from fuseopt.generation.engine.low_rank import LowRankUpdates
 from fuseopt.generation.engine.prompt_attention import PromptAttention
+from fuseopt.generation.engine.quantized_cache import LayerCache, fill, filled
 from fuseopt.generation.engine.residual_stream import HeadInput, ResidualStream
 from fuseopt.generation.engine.state import AbsorbedCrossAttention, CacheShape, DecodeState, Sizes
 from fuseopt.generation.families.decoder_spec import (
@@ -61,6 +62,7 @@ class SpecStep(DecodeStep):
 
     config_fields: ClassVar[tuple[str, ...]] = ()
     takes_lora: ClassVar[bool] = True
+    takes_quantized_cache: ClassVar[bool] = True
     takes_low_bit: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module) -> None:
@@ -69,6 +71,8 @@ class SpecStep(DecodeStep):
         if reasons:
             raise ValueError(f"no decode step can run this {type(model).__name__}: {'; '.join(reasons)}")
         self.layers, self.head, self.token_embedding = spec.layers, spec.head, spec.token_embedding
+        for layer in spec.linears:
+            layer.compute_in(spec.token_embedding.dtype)
         self.vocab, self.max_length = len(spec.head.weights[0]), spec.max_length
         self.bounds_positions = bool(spec.rotaries)
         self.low_rank = LowRankUpdates(linear.low_rank for linear in spec.linears)
@@ -120,8 +124,14 @@ class SpecStep(DecodeStep):
     def low_bit_choice(cls, model: nn.Module, options: LowBitOptions) -> LowBitChoice:
         return _low_bit_choice(model, cls.spec_of(model), options)
 
+    @classmethod
+    def quantised_layers(cls, model: nn.Module) -> Sequence[Linear]:
+        return [layer for layer in cls.spec_of(model).linears if layer.checkpoint]
+
     def quantize(self, model: nn.Module, weights: LowBitWeights) -> None:
-        weights.put_into(_low_bit_choice(model, self.spec, weights.options))
+        options = weights.options
+        choice = None if options is None else _low_bit_choice(model, self.spec, options)
+        weights.put_into(choice, self.spec.linears)
         self.is_quantised = bool(weights.made_as)
         self._plan_l2_prefetch(self.layers)
 
@@ -148,9 +158,11 @@ class SpecStep(DecodeStep):
         slots = StepAttention(state, self.biases, self._tables(state))
         stream = self._stream(state.tokens, state.positions)
         layers = self.layers if state.absorbed is None else self._absorbed_layers(state.absorbed)
-        cross_caches: Iterable[Tensor | None] = state.cross_cache if self.spec.has_encoder else (None,) * len(layers)
+        cross_caches: Iterable[LayerCache | None] = (
+            state.cross_caches if self.spec.has_encoder else (None,) * len(layers)
+        )
         for layer, cache, cross_cache, following in zip(
-            layers, state.cache, cross_caches, self._following(), strict=True
+            layers, state.layer_caches, cross_caches, self._following(), strict=True
         ):
             attended = slots.project_to_slots(stream, layer.self_attention, cache)
             self._end_layer(stream, layer, attended, following, slots, cross_cache)
@@ -171,10 +183,10 @@ class SpecStep(DecodeStep):
         if state.absorbed is None:
             return
         keep, heads = state.cross_keep[0], self.spec.heads
-        kept = torch.where(keep[:, None], state.cross_cache[:, :, 0], 0)
-        for cross, (keys, values), *absorbed in zip(
-            self._cross_attentions, kept, state.absorbed.keys, state.absorbed.values, strict=True
+        for cross, cache, *absorbed in zip(
+            self._cross_attentions, state.cross_caches, state.absorbed.keys, state.absorbed.values, strict=True
         ):
+            keys, values = torch.where(keep[:, None], filled(cache, len(keep), state.dtype)[:, 0], 0)
             (query,), (out,) = cross.query.multiplied(), cross.out.multiplied()
             to_scores, to_output = (tensor.unflatten(0, (heads, -1)) for tensor in absorbed)
             torch.bmm(keys, query.unflatten(0, (heads, -1)), out=to_scores)
@@ -184,9 +196,13 @@ class SpecStep(DecodeStep):
     def _prefill_from_encoder(self, state: DecodeState, length: int) -> None:
         items = state.sizes.items
         flat = state.encoded[:, :length].flatten(0, 1)
-        for cross, cache in zip(self._cross_attentions, state.cross_cache, strict=True):
+        for cross, cache in zip(self._cross_attentions, state.cross_caches, strict=True):
             projected = self._split_heads(linear(flat, cross.key_value), 2).unflatten(0, (items, length))
-            store(cache[:, :, :, :length], projected.permute(2, 0, 3, 1, 4))
+            vectors = projected.permute(2, 0, 3, 1, 4)
+            if isinstance(cache, Tensor):
+                store(cache[:, :, :, :length], vectors)
+            else:
+                fill(cache, 0, vectors)
         self.cross_cache_filled(state)
         state.logits.copy_(self(state).logits())
         state.counters += 1
@@ -202,7 +218,7 @@ class SpecStep(DecodeStep):
         last = torch.arange(0, rows * length, length, device=state.device) + (state.slot - 1)
         stream = self._stream(tokens.flatten(), positions.flatten())
         following = [*self._following()[:-1], None]
-        for layer, cache, after in zip(self.layers, state.cache, following, strict=True):
+        for layer, cache, after in zip(self.layers, state.layer_caches, following, strict=True):
             attended = slots.project(stream, layer.self_attention, cache)
             if layer is self.layers[-1]:
                 # Of all other tokens the last layer has only keys and values.
@@ -217,7 +233,7 @@ class SpecStep(DecodeStep):
         attended: Tensor,
         following: tuple[Linear, Norm] | None,
         slots: StepAttention | None = None,
-        cross_cache: Tensor | None = None,
+        cross_cache: LayerCache | None = None,
     ) -> None:
         """All of a layer after its self-attention, whose output projection has not been applied to `attended`."""
         own, cross, feed_forward = layer.self_attention, layer.cross_attention, layer.feed_forward
@@ -233,7 +249,7 @@ class SpecStep(DecodeStep):
         add_feed_forward(stream, feed_forward, following)
 
     def _add_cross_attention(
-        self, stream: ResidualStream, cross: CrossAttention, cache: Tensor, slots: StepAttention
+        self, stream: ResidualStream, cross: CrossAttention, cache: LayerCache, slots: StepAttention
     ) -> None:
         absorbed = slots.state.absorbed
         if absorbed is None:

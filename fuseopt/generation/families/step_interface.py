@@ -14,6 +14,7 @@ from fuseopt.modules.children import Children
 if TYPE_CHECKING:
     from fuseopt.config import LowBitOptions
     from fuseopt.generation.engine.graphs import StepGraphs
+    from fuseopt.generation.engine.layers import Linear
     from fuseopt.generation.engine.low_bit import LowBitChoice, LowBitWeights
     from fuseopt.generation.engine.residual_stream import HeadInput
     from fuseopt.generation.engine.state import CacheShape, DecodeState, Sizes
@@ -74,7 +75,9 @@ class DecodeStep(Protocol):
         ignores_encoder_mask: cross-attention attends to all of the encoder's output, whatever `attention_mask` says.
         takes_lora: linear layers of the model may be inside LoRA layers of peft (`fuseopt.modules.lora`); those of them
             whose updates the step adds are its `lora_layers`.
-        takes_low_bit: `low_bit_choice` and `quantize` are written, so weights may be in 8 or 4 bits.
+        takes_quantized_cache: `shape.stored_dtype` may be set, and the step then reads and writes `state.layer_caches`.
+        takes_low_bit: `low_bit_choice`, `quantised_layers` and `quantize` are written, so weights may be in 8 or 4
+            bits, also those of a checkpoint that comes quantised (`fuseopt.modules.quantised`).
         is_quantised: `quantize` has found weights to quantise.
         token_embedding: [vocab, width], whose dtype and device tell whether the engine's kernels apply.
         shape: of the key-value cache, from which the engine makes a `DecodeState`.
@@ -90,6 +93,7 @@ class DecodeStep(Protocol):
     encoder_class: ClassVar[type[EncoderStep] | None] = None
     ignores_encoder_mask: ClassVar[bool] = False
     takes_lora: ClassVar[bool] = False
+    takes_quantized_cache: ClassVar[bool] = False
     takes_low_bit: ClassVar[bool] = False
 
     lora_layers: Sequence[nn.Module] = ()
@@ -124,6 +128,15 @@ class DecodeStep(Protocol):
     @classmethod
     def low_bit_choice(cls, model: nn.Module, options: LowBitOptions) -> LowBitChoice:
         """Which linear layers `quantize` quantises, and why not the others; computes nothing."""
+        raise NotImplementedError
+
+    @classmethod
+    def quantised_layers(cls, model: nn.Module) -> Sequence[Linear]:
+        """The linear layers that came quantised, of a model whose modules are those of `children`.
+
+        Raises:
+            UnreadableWeight: a step cannot read them.
+        """
         raise NotImplementedError
 
     def quantize(self, model: nn.Module, weights: LowBitWeights) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from fuseopt.generation.engine.graphs import StepGraphs
 from fuseopt.generation.engine.low_bit import LowBitWeights
+from fuseopt.generation.engine.quantized_cache import not_quantised_reason
 from fuseopt.generation.families.step_interface import DecodeStep, EncoderStep
 from fuseopt.generation.hf.fingerprint import ModelFingerprint, fingerprint
 from fuseopt.modules.lora import described
+from fuseopt.modules.quantised import UnreadableWeight
 from fuseopt.runtime.memory import is_out_of_memory
 from fuseopt.runtime.references import weak_attribute
 
@@ -51,7 +55,8 @@ class CheckedStep:
     Args:
         model: an instance of the step's `model_class`; referenced weakly.
         graphs: cleared when a step is rebuilt.
-        low_bit: the quantised weights, for a step that takes them; None to read the model's.
+        low_bit: the low-bit weights, for a step that takes them; None to read the model's.
+        cache_dtype: of keys and values in 8 bits, for a step that takes them; None for the model's.
 
     Attributes:
         step: built from `model` by the first check that finds no reason against it; unset before.
@@ -68,8 +73,10 @@ class CheckedStep:
         step_class: type[DecodeStep],
         graphs: StepGraphs,
         low_bit: LowBitWeights | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.model, self.step_class, self.graphs, self.low_bit = model, step_class, graphs, low_bit
+        self._cache_dtype = cache_dtype
         self.is_built = False
         self.encoder: EncoderStep | None = None
         self._fingerprint: ModelFingerprint | None = None
@@ -127,6 +134,8 @@ class CheckedStep:
             self.is_built = False
             try:
                 self.step = self._new_step()
+            except UnreadableWeight as error:
+                return ModelCheck(error.said_of(self.model))
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -143,6 +152,8 @@ class CheckedStep:
         step = self.step_class(self.model)
         if self.low_bit is not None:
             step.quantize(self.model, self.low_bit)
+        if self._cache_dtype is not None and not_quantised_reason(step.shape.device) is None:
+            step.shape = replace(step.shape, stored_dtype=self._cache_dtype)
         return step
 
     def _versions(self) -> tuple[Hashable, ...]:
@@ -167,7 +178,9 @@ class CheckedStep:
         return self._check_encoder() is None and self.encoder is before
 
     def _check_encoder(self) -> str | None:
-        found = self._encoder_fingerprint = self._fingerprint_of((self.model.encoder,), self._encoder_fingerprint)
+        found = self._encoder_fingerprint = self._fingerprint_of(
+            (self.model.encoder,), self._encoder_fingerprint, is_encoder=True
+        )
         adapters, ranks = found.lora.look()
         if found.reason or adapters:
             return found.reason or adapters
@@ -180,9 +193,13 @@ class CheckedStep:
             self._encoder_unread = _unread_adapter(found, self.encoder)
         return self._encoder_unread
 
-    def _fingerprint_of(self, roots: Sequence[nn.Module], before: ModelFingerprint | None) -> ModelFingerprint:
+    def _fingerprint_of(
+        self, roots: Sequence[nn.Module], before: ModelFingerprint | None, *, is_encoder: bool = False
+    ) -> ModelFingerprint:
         step_class = self.step_class
-        return fingerprint(self.model, roots, step_class.children, before, takes_lora=step_class.takes_lora)
+        takes_low_bit = step_class.takes_low_bit and not is_encoder
+        takes = {"takes_lora": step_class.takes_lora, "takes_low_bit": takes_low_bit}
+        return fingerprint(self.model, roots, step_class.children, before, **takes)
 
 
 def _unread_adapter(

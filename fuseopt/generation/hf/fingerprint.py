@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fuseopt.blocks.causal_attention import CausalStackForward
 from fuseopt.blocks.gpt2_inference import GPT2InferenceForward, GPT2StackForward
@@ -16,9 +16,10 @@ from fuseopt.blocks.residual import GPT2BlockForward, T5BlockForward
 from fuseopt.blocks.rotary_embedding import RotaryAttentionForward
 from fuseopt.blocks.t5_inference import T5InferenceForward, T5StackForward
 from fuseopt.generation.hf.redundant_attributes import contradictions
+from fuseopt.modules import lora, quantised
 from fuseopt.modules.base import has_hooks
 from fuseopt.modules.children import Children, unexpected_modules
-from fuseopt.modules.lora import LoraLayers, is_lora_linear, kind_of, without_lora
+from fuseopt.modules.lora import LoraLayers, is_lora_linear, kind_of
 from fuseopt.runtime.module_watch import (
     CONSTANTS,
     REDUNDANT,
@@ -81,6 +82,7 @@ def fingerprint(
     before: ModelFingerprint | None = None,
     *,
     takes_lora: bool = False,
+    takes_low_bit: bool = False,
 ) -> ModelFingerprint:
     """Fingerprint of `model` itself and the trees below `roots`, which are children of it.
 
@@ -90,32 +92,45 @@ def fingerprint(
         children: the class that each module must have, see `fuseopt.modules.children`.
         before: an earlier result for the same arguments, returned if nothing has changed.
         takes_lora: linear layers may be inside LoRA layers.
+        takes_low_bit: linear layers may have come quantised.
     """
     if before is not None and before.watch is not None and before.watch.is_unchanged():
         return before
-    inside_of = without_lora if takes_lora else None
-    for path, module in unexpected_modules(model, children, roots, inside_of):
-        kind = kind_of(module) or f"is a {type(module).__name__}, which the decode step does not know"
-        return ModelFingerprint(f"{path} {kind}")
+
+    def accepts(module: nn.Module, names: Sequence[str]) -> bool:
+        return (takes_lora and lora.fits(module, names)) or (takes_low_bit and quantised.fits(module, names))
+
+    for path, module in unexpected_modules(model, children, roots, accepts):
+        kind = kind_of(module) or quantised.library_of(module)
+        return ModelFingerprint(
+            f"{path} {kind or f'is a {type(module).__name__}, which the decode step does not know'}"
+        )
     key: list[Hashable] = []
     modules, special = [model, *modules_below(*roots)], False
-    parameters = []
+    parameters: list[Tensor] = []
+    buffers = []
     for module in modules:
-        state = module.__dict__
-        if trains_or_has_hooks(module) or "forward" in state or has_other_weights(module):
-            reason = _module_reason(module)
-            if reason:
-                path = next(path for path, other in model.named_modules() if other is module)
-                return ModelFingerprint(f"{path or 'the model'} {reason}")
+        state, reason = module.__dict__, None
+        held = [parameter for parameter in state["_parameters"].values() if parameter is not None]
+        is_quantised = takes_low_bit and quantised.is_quantised(module)
+        if is_quantised:
+            stored, reason = quantised.stored_tensors(module)
+            held = list(stored)
+            buffers.append(state["_buffers"])
+        elif any(type(parameter) is not nn.Parameter for parameter in held):
+            reason = quantised.library_of(module) or "has parameters of a tensor subclass, such as sharded ones"
+        if is_quantised or trains_or_has_hooks(module) or "forward" in state or has_other_weights(module):
+            reason = reason or _module_reason(module, is_quantised)
             special = special or trains_or_has_hooks(module)
+        if reason:
+            path = next(path for path, other in model.named_modules() if other is module)
+            return ModelFingerprint(f"{path or 'the model'} {reason}")
         key.append((id(module), type(module), *map(state.get, (*CONSTANTS, *REDUNDANT))))
-        parameters += [parameter for parameter in state["_parameters"].values() if parameter is not None]
+        parameters += held
     for module, name in contradictions(modules):
         path = next(path for path, other in model.named_modules() if other is module)
         return ModelFingerprint(f"{path}.{name} is {module.__dict__.get(name)!r}, unlike its weights or config")
     for parameter in parameters:
-        if type(parameter) is not nn.Parameter:
-            return ModelFingerprint("the model has parameters of a tensor subclass, such as sharded or quantised ones")
         if hasattr(parameter, "ds_id"):
             return ModelFingerprint("the model has parameters that DeepSpeed ZeRO-3 shards")
         key.append((parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()))
@@ -127,7 +142,7 @@ def fingerprint(
         return ModelFingerprint(f"the model is on {device}")
     if torch.is_autocast_enabled(device.type):
         return ModelFingerprint("autocast is on")
-    watch = None if special else ModuleWatch(modules, parameters)
+    watch = None if special else ModuleWatch(modules, parameters, buffers=buffers)
     return ModelFingerprint(None, (device, *key), watch, _lora_layers(model, modules))
 
 
@@ -136,15 +151,19 @@ def _lora_layers(model: nn.Module, modules: Sequence[nn.Module]) -> LoraLayers:
     return LoraLayers({path: module for path, module in model.named_modules() if id(module) in found} if found else {})
 
 
-def _module_reason(module: nn.Module) -> str | None:
+def _module_reason(module: nn.Module, is_quantised: bool) -> str | None:
     if module.training:
         return "is in training mode"
-    if has_hooks(module) and not only_captures_outputs(module):
+    if has_hooks(module) and not (only_captures_outputs(module) or quantised.only_decompresses(module)):
         return "carries hooks" + (", such as peft's for adapter_names" if is_lora_linear(module) else "")
+    if is_lora_linear(module) and quantised.is_quantised(module.base_layer):
+        return "is a LoRA layer around a quantised layer"
     if "_hf_hook" in module.__dict__:
         return "is dispatched or offloaded by accelerate"
-    if "forward" in module.__dict__ and type(module.__dict__["forward"]) not in _FORWARDS:
+    forward = module.__dict__.get("forward")
+    is_own = is_quantised and quantised.has_own_forward(module)
+    if "forward" in module.__dict__ and type(forward) not in _FORWARDS and not is_own:
         return "has had its forward replaced"
-    if has_other_weights(module):
+    if not is_quantised and has_other_weights(module):
         return "has weights that are not Parameters, or an embedding's max_norm"
     return None

@@ -41,7 +41,9 @@ class EarlyPrompt:
     def copy_to(self, state: DecodeState) -> None:
         """Copies keys, values and logits of a decoder-only model's prompt to a state of another capacity."""
         length = self.inputs.shape[1]
-        state.cache[:, :, :, :, :length] = self.state.cache[:, :, :, :, :length]
+        for target, source in ((state.cache, self.state.cache), (state.scales, self.state.scales)):
+            if target is not None and source is not None:
+                target[:, :, :, :, :length].copy_(source[:, :, :, :, :length])
         state.logits.copy_(self.state.logits)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from fuseopt.generation.engine.beam_state import along_ancestry
 from fuseopt.generation.engine.graphs import StepGraphs
+from fuseopt.generation.engine.quantized_cache import LayerCache, fill, filled
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.families.step_interface import DecodeStep
 from fuseopt.generation.hf.saved_cache import SavedCache
@@ -143,11 +145,11 @@ def _store_all(state: DecodeState, past_key_values: Any, slots: int, cross_slots
     if isinstance(past_key_values, EncoderDecoderCache):
         cross = past_key_values.cross_attention_cache
         if not cross.get_seq_length():
-            _store(state.cross_cache, cross, cross_slots, state.sizes.queries_per_kv)
+            _store(state.cross_caches, state.dtype, cross, cross_slots, state.sizes.queries_per_kv)
             past_key_values.is_updated.update(dict.fromkeys(range(len(state.cross_cache)), True))
         past_key_values = past_key_values.self_attention_cache
     ancestry = None if state.beams is None else state.beams.ancestry[0, :, :slots]
-    _store(state.cache, past_key_values, slots, ancestry=ancestry)
+    _store(state.layer_caches, state.dtype, past_key_values, slots, ancestry=ancestry)
 
 
 def _fit(positions: Tensor, input_ids: Tensor) -> bool:
@@ -164,11 +166,11 @@ def _by_the_model(
     model_kwargs.update(model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=encodes))
     cache, cross_slots = model_kwargs["past_key_values"], 0
     if encodes:
-        cross_slots = _load(state.cross_cache, cache.cross_attention_cache, state.sizes.queries_per_kv)
+        cross_slots = _load(state.cross_caches, cache.cross_attention_cache, state.sizes.queries_per_kv)
         mask = model_kwargs.get("attention_mask")
         state.load_cross(cross_slots, None if mask is None else mask[:: state.sizes.queries_per_kv])
         cache = cache.self_attention_cache
-    slots = _load(state.cache, cache)
+    slots = _load(state.layer_caches, cache)
     keep = model_kwargs.get("decoder_attention_mask" if encodes else "attention_mask")
     positions = model_kwargs.get("position_ids")
     state.begin(slots, keep, None if positions is None else positions[:, -1])
@@ -176,8 +178,8 @@ def _by_the_model(
     return Prefilled(slots, cross_slots)
 
 
-def _load(static: Tensor, cache: DynamicCache, queries_per_kv: int = 1) -> int:
-    """Copies keys and values into [layers, 2, items, kv_heads, capacity, head_dim]; returns how many slots they fill.
+def _load(static: Sequence[LayerCache], cache: DynamicCache, queries_per_kv: int = 1) -> int:
+    """Copies keys and values into the caches of all layers; returns how many slots they fill.
 
     A layer of a sliding window holds the last slots only, and no step attends to others.
     """
@@ -185,19 +187,25 @@ def _load(static: Tensor, cache: DynamicCache, queries_per_kv: int = 1) -> int:
     # transformers makes as many layers as the encoder has, which may be more.
     for target, layer in zip(static, cache.layers[: len(static)], strict=True):
         held = slots - layer.keys.shape[2]
-        target[0, :, :, held:slots] = layer.keys[::queries_per_kv]
-        target[1, :, :, held:slots] = layer.values[::queries_per_kv]
+        fill(target, held, layer.keys[::queries_per_kv], 0)
+        fill(target, held, layer.values[::queries_per_kv], 1)
     return slots
 
 
 def _store(
-    static: Tensor, cache: DynamicCache, slots: int, queries_per_kv: int = 1, ancestry: Tensor | None = None
+    static: Sequence[LayerCache],
+    dtype: torch.dtype,
+    cache: DynamicCache,
+    slots: int,
+    queries_per_kv: int = 1,
+    ancestry: Tensor | None = None,
 ) -> None:
     empty = not cache.get_seq_length()
-    for index, source in enumerate(static):
+    for index, layer_cache in enumerate(static):
+        source = filled(layer_cache, slots, dtype)
         if ancestry is not None:
             source = along_ancestry(source, ancestry)
-        keys, values = source[:, :, :, :slots].repeat_interleave(queries_per_kv, dim=1)
+        keys, values = source.repeat_interleave(queries_per_kv, dim=1)
         if empty:
             cache.update(keys, values, index)
             continue

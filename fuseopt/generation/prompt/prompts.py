@@ -27,7 +27,7 @@ def run_forward(
         why the prompt could not be captured, empty if it was or no capture was tried.
     """
     # Without the kernels, attention multiplies masked values by 0, and padding may leave NaN, which that keeps.
-    captures = graphs.max_graphs and has_cuda_kernel("decode_attention", state.cache)
+    captures = graphs.max_graphs and has_cuda_kernel(state.attention_op, state.encoded)
     padded = prompt_length_for(prompts, length, state.device) if captures else None
     state.may_pad = padded is not None
     if padded is not None:

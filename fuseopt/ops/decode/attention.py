@@ -60,7 +60,7 @@ UPDATE_RAW = define(
 )
 
 
-def _reference(
+def attend(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -72,6 +72,7 @@ def _reference(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
+    """Attention in plain PyTorch, in float32 or float64; the caches may have another dtype than `query`."""
     rows, heads, head_dim = query.shape
     batch, kv_heads, capacity, _ = key_cache.shape
     dtype = compute_dtype(query)
@@ -103,7 +104,7 @@ def _reference(
         return (probabilities @ values).transpose(1, 2).reshape(rows, heads * head_dim).to(query.dtype)
 
 
-def _check(
+def check(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -111,7 +112,9 @@ def _check(
     starts: Tensor | None,
     mask: Tensor | None,
     bias: Tensor | None,
+    cache_dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> None:
+    """Raises ValueError or TypeError unless these fit together; `cache_dtypes` of the caches, None for query's."""
     if query.dim() != 3 or key_cache.dim() != 4:
         raise ValueError(
             "query must be [rows, heads, head_dim] and key_cache [batch, kv_heads, capacity, head_dim], not"
@@ -124,8 +127,11 @@ def _check(
     check_shape("key_cache", key_cache, torch.Size((batch, kv_heads, capacity, head_dim)))
     check_shape("value_cache", value_cache, key_cache.shape)
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if cache.dtype != query.dtype:
+        if cache_dtypes is None and cache.dtype != query.dtype:
             raise ValueError(f"{name} must have query's dtype {query.dtype}, not {cache.dtype}")
+        if cache_dtypes is not None and (cache.dtype not in cache_dtypes or cache.dtype != key_cache.dtype):
+            names = " or ".join(str(dtype) for dtype in cache_dtypes)
+            raise ValueError(f"{name} must be {names}, and like key_cache, not {cache.dtype}")
     if rows % max(batch, 1) != 0 or (batch == 0 and rows > 0):
         raise ValueError(f"query has {rows} rows, which is no multiple of the {batch} rows of key_cache")
     if lengths.numel() not in (1, batch):
@@ -153,9 +159,10 @@ def check_update(
     mask: Tensor | None,
     starts: Tensor | None = None,
     bias: Tensor | None = None,
+    cache_dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> None:
     """Raises ValueError or TypeError unless these can be the query, key, value and caches of one step."""
-    _check(query, key_cache, value_cache, positions, starts, mask, bias)
+    check(query, key_cache, value_cache, positions, starts, mask, bias, cache_dtypes)
     kv_shape = torch.Size((query.shape[0], key_cache.shape[1], query.shape[2]))
     for name, tensor in (("key", key), ("value", value)):
         check_shape(name, tensor, kv_shape)
@@ -164,6 +171,20 @@ def check_update(
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if cache.shape[0] != query.shape[0] or not cache.is_contiguous():
             raise ValueError(f"{name} must be contiguous, with a row for each of the {query.shape[0]} rows")
+
+
+def check_options(
+    query: Tensor, key_cache: Tensor, positions: Tensor, ancestry: Tensor | None, window: int, softcap: float
+) -> None:
+    """Raises ValueError or TypeError unless an update can have these options."""
+    if window < 0 or softcap < 0:
+        raise ValueError(f"window and softcap must be positive, or 0 for none, not {window} and {softcap}")
+    if ancestry is not None:
+        check_shape("ancestry", ancestry, torch.Size((query.shape[0], key_cache.shape[2])))
+        if ancestry.dtype != torch.int32:
+            raise TypeError(f"ancestry must be int32, not {ancestry.dtype}")
+        if positions.numel() != 1:
+            raise ValueError(f"positions must have one element where there is an ancestry, not {positions.numel()}")
 
 
 def decode_attention_reference(
@@ -179,8 +200,8 @@ def decode_attention_reference(
     pdl: bool = False,
 ) -> Tensor:
     """`decode_attention` in plain PyTorch."""
-    _check(query, key_cache, value_cache, lengths, starts, mask, bias)
-    return _reference(query, key_cache, value_cache, lengths, starts, mask, bias, scale)
+    check(query, key_cache, value_cache, lengths, starts, mask, bias)
+    return attend(query, key_cache, value_cache, lengths, starts, mask, bias, scale)
 
 
 def decode_attention(
@@ -227,12 +248,12 @@ def decode_attention(
         TypeError: lengths or starts that are not int32 or int64, a mask that is not bool.
         BackendError: the named backend cannot run here; the message says why.
     """
-    _check(query, key_cache, value_cache, lengths, starts, mask, bias)
+    check(query, key_cache, value_cache, lengths, starts, mask, bias)
     chosen = registry.pick_without_gradient(
         "decode_attention", backend, (query.dtype,), query, key_cache, value_cache, bias
     )
     if chosen == "reference":
-        return _reference(query, key_cache, value_cache, lengths, starts, mask, bias, scale)
+        return attend(query, key_cache, value_cache, lengths, starts, mask, bias, scale)
     return RAW[chosen](query, key_cache, value_cache, lengths, starts, mask, bias, scale, pdl)
 
 
@@ -299,14 +320,7 @@ def decode_attention_(
     check_update(query, key, value, key_cache, value_cache, positions, mask, starts, bias)
     rotation = HeadRotation(rotary, row_positions, interleaved, q_norm, k_norm, norm_eps, norm_offset)
     rotation.check(query.shape[2], (query.shape[0],))
-    if window < 0 or softcap < 0:
-        raise ValueError(f"window and softcap must be positive, or 0 for none, not {window} and {softcap}")
-    if ancestry is not None:
-        check_shape("ancestry", ancestry, torch.Size((query.shape[0], key_cache.shape[2])))
-        if ancestry.dtype != torch.int32:
-            raise TypeError(f"ancestry must be int32, not {ancestry.dtype}")
-        if positions.numel() != 1:
-            raise ValueError(f"positions must have one element where there is an ancestry, not {positions.numel()}")
+    check_options(query, key_cache, positions, ancestry, window, softcap)
     chosen = registry.pick_without_gradient(
         "decode_attention", backend, (query.dtype,), query, key, value, key_cache, value_cache, bias, q_norm, k_norm
     )
@@ -319,11 +333,11 @@ def decode_attention_(
     key_cache[rows, :, places] = key
     value_cache[rows, :, places] = value
     if ancestry is not None:
-        key_cache, value_cache = _gathered((key_cache, value_cache), ancestry, places)
-    return _reference(query, key_cache, value_cache, positions + 1, starts, mask, bias, scale, window, softcap)
+        key_cache, value_cache = gathered((key_cache, value_cache), ancestry, places)
+    return attend(query, key_cache, value_cache, positions + 1, starts, mask, bias, scale, window, softcap)
 
 
-def _gathered(caches: tuple[Tensor, Tensor], ancestry: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+def gathered(caches: tuple[Tensor, Tensor], ancestry: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """Copies caches [rows, heads, capacity, head_dim] along `ancestry`; `places` [rows] is each row's last place."""
     slots = torch.arange(ancestry.shape[1], device=ancestry.device)
     rows = torch.arange(ancestry.shape[0], device=ancestry.device).unsqueeze(1)

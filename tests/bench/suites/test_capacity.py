@@ -49,7 +49,7 @@ def test_rows_that_take_nothing_end_the_search():
 
 
 def test_it_takes_a_gpu(capsys):
-    with pytest.raises(ConfigError, match="a GPU's memory is filled, not that of cpu"):
+    with pytest.raises(ConfigError, match="bench capacity: needs a GPU, not cpu; "):
         capacity.run(device=torch.device("cpu"), rows=[Row("gpt2-tiny", 2, 8)])
     assert main(["bench", "capacity", "--device", "cpu", "--model", "gpt2-tiny"]) == 2
 

@@ -143,7 +143,7 @@ def test_names_without_types_of_arguments():
 
 
 def test_it_takes_a_gpu(capsys):
-    with pytest.raises(ConfigError, match="kernels run on a GPU, not on cpu"):
+    with pytest.raises(ConfigError, match="bench kernels: needs a GPU, not cpu; "):
         kernels.run(device=torch.device("cpu"))
     assert main(["bench", "kernels", "--device", "cpu", "--model", "gpt2-tiny"]) == 2
     assert main(["bench", "kernels", "--batch", "2"]) == 2

@@ -1,0 +1,78 @@
+"""QuantizedCache: keys and values of a layer in 8 bits, with a scale for each head and slot."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fuseopt import ops
+from fuseopt.ops.decode.quantized_attention import LARGEST, dequantize_heads
+
+CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""By the name in a config."""
+assert set(CACHE_DTYPES.values()) == LARGEST.keys()
+
+
+def not_quantised_reason(device: torch.device) -> str | None:
+    """Why caches on a device keep the model's dtype; None if they can have 8 bits."""
+    return "kernels that read keys and values in 8 bits run on a CPU" if device.type == "cuda" else None
+
+
+class QuantizedCache(NamedTuple):
+    """In place of a layer's cache [2, rows, kv_heads, capacity, head_dim] of the model's dtype.
+
+    Attributes:
+        elements: [2, rows, kv_heads, capacity, head_dim] int8 or float8_e4m3fn; keys, then values.
+        scales: [2, rows, kv_heads, capacity] float32.
+    """
+
+    elements: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.elements.shape
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Keys, values and their scales, as `ops.decode_quantized_attention_` takes them."""
+        return self.elements[0], self.elements[1], self.scales[0], self.scales[1]
+
+
+LayerCache: TypeAlias = Tensor | QuantizedCache
+"""Keys and values of one layer in a DecodeState."""
+
+
+def filled(cache: LayerCache, slots: int, dtype: torch.dtype) -> Tensor:
+    """[2, rows, kv_heads, slots, head_dim]: a view of the first `slots`, or a dequantised copy in `dtype`."""
+    if isinstance(cache, Tensor):
+        return cache[:, :, :, :slots]
+    return dequantize_heads(cache.elements[:, :, :, :slots], cache.scales[:, :, :, :slots], dtype)
+
+
+def fill(cache: LayerCache, first: int, vectors: Tensor, part: int | slice = slice(None)) -> None:
+    """Stores keys and values [2, rows, kv_heads, any, head_dim] in the slots from `first` on.
+
+    Args:
+        part: 0 or 1 if `vectors`, [rows, kv_heads, any, head_dim], are keys or values only.
+    """
+    slots = slice(first, first + vectors.shape[-2])
+    if isinstance(cache, Tensor):
+        cache[part, ..., slots, :] = vectors
+        return
+    elements, cache.scales[part, ..., slots] = ops.quantize_heads(vectors, cache.elements.dtype)
+    # As bytes, since PyTorch has few operations on float8.
+    cache.elements.view(torch.uint8)[part, ..., slots, :] = elements.view(torch.uint8)
+
+
+def append(cache: LayerCache, slot: Tensor, key: Tensor, value: Tensor) -> None:
+    """Stores one token's `key` and `value` [rows, kv_heads, head_dim] in slot `slot` [1]."""
+    for part, vectors in enumerate((key, value)):
+        if isinstance(cache, Tensor):
+            cache[part].index_copy_(2, slot, vectors.unsqueeze(2))
+            continue
+        elements, scales = ops.quantize_heads(vectors, cache.elements.dtype)
+        cache.elements[part].view(torch.uint8).index_copy_(2, slot, elements.view(torch.uint8).unsqueeze(2))
+        cache.scales[part].index_copy_(2, slot, scales.unsqueeze(2))
