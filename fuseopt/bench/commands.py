@@ -43,6 +43,7 @@ def add_benchmarks(commands: Any) -> None:
             _bench_ops,
             (command_options.add_ops,),
         ),
+        ("own-ops", "host time of calls of a user's op, beside torch's own of its kind", _bench_own_ops, ()),
         (
             "tutorial",
             "generate() under an n-gram ban, as in OSLO's tutorial",
@@ -185,6 +186,12 @@ def _bench_ops(arguments: argparse.Namespace) -> int:
             ops.run, ops=arguments.op, dtypes=arguments.dtype, shapes=arguments.shapes, compile=arguments.compile
         ),
     )
+
+
+def _bench_own_ops(arguments: argparse.Namespace) -> int:
+    from fuseopt.bench.suites import own_ops
+
+    return _bench(arguments, own_ops.run)
 
 
 def _bench_tutorial(arguments: argparse.Namespace) -> int:
