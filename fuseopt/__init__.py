@@ -219,8 +219,8 @@ def plan(model: nn.Module, config: ConfigSource = None, *, verbose: bool = False
     """What `initialize(model, config)` would do, without doing it; works on the meta device too.
 
     A model that is fused already is planned as it was before. If `verbose`, the plan prints every candidate and every
-    reason. If "auto" or a benchmark has measured this config for such a model here, the plan says the gain. For the
-    config "auto", also as the preset of a dict, it says what would be measured, and what has been on this machine.
+    reason. If "auto" or a benchmark has measured this config for such a model here, the plan says the gain. For "auto",
+    as the config or as the preset of a dict, it lists what would be measured and what was measured on this machine.
 
     Raises:
         NotAModelError, ConfigError: as `initialize`.

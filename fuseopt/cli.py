@@ -124,8 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--device",
         choices=("cpu", "cuda", "meta"),
-        help="the device to plan for; cuda needs no GPU here, meta means each device of this machine; default: cuda if "
-        "torch sees a GPU, else cpu",
+        help="the device to plan for; cuda needs no GPU here, meta plans for each device of this machine; default: "
+        "cuda if torch sees a GPU, else cpu",
     )
     plan.add_argument(
         "--arch",

@@ -36,7 +36,7 @@ _MEASURES = (
 )
 
 
-_BY_NAME = "; kernels by name are {'kernel_fusion': {'custom_cuda_kernels': ['FusedGELU']}}"
+_BY_NAME = "; list kernels by name as in {'kernel_fusion': {'custom_cuda_kernels': ['FusedGELU']}}"
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ class GenerationOptions:
             the model's dtype. (transformers' `cache_implementation` names a class of caches instead, for one call.)
         weights: "int8" or "int4" to decode with quantised copies of the weights, or a dict of options; None for the
             model's own.
-        prefix_cache_mib: MiB of keys and values of prompts that are kept for later prompts that begin alike; 0 keeps
-            none.
+        prefix_cache_mib: most MiB of keys and values of earlier prompts that later prompts with the same prefix reuse;
+            0 keeps none.
     """
 
     enable: bool = True
@@ -290,7 +290,7 @@ def _top_level(source: Mapping[str, Any]) -> Config:
 
 
 def _blocks(source: Mapping[str, Any]) -> dict[str, Any]:
-    """What is written beside the preset; a block that is a bool as a dict."""
+    """The blocks written beside the preset; a bool becomes a dict with that `enable`."""
     blocks = {key: block for key, block in source.items() if key != "preset"}
     return {key: {"enable": block} if isinstance(block, bool) else block for key, block in blocks.items()}
 
@@ -404,7 +404,7 @@ def _memory_efficient(value: Any) -> MemoryEfficientOptions | None:
 def _kernels(key: str, value: Any) -> tuple[KernelRequest, ...]:
     where = f"kernel_fusion.{key}"
     if isinstance(value, str) or not isinstance(value, Sequence):
-        fix = f"; write [{value!r}]" if value in listed(key) else "; [] lists none"
+        fix = f"; write [{value!r}]" if value in listed(key) else "; write [] for none"
         raise ConfigError(f"{where}: expected a list of kernel names, got {type(value).__name__}{fix}")
     requests = tuple(_kernel(f"{where}[{position}]", entry, key) for position, entry in enumerate(value))
     names = [request.name for request in requests]

@@ -27,10 +27,11 @@ _ELSEWHERE = {
 
 
 def check_keys(where: str, block: Mapping[Any, Any], known: Iterable[str], blocks: Mapping[str, Iterable[str]]) -> None:
-    """Refuses a key of `block` that is not in `known`, with the one of `blocks` that has it, or the nearest known key.
+    """Raises ConfigError for a key of `block` that is not in `known`; the message suggests where the key belongs.
 
     Args:
-        blocks: the path of each block of a config, and its keys.
+        where: path of `block` in the config, "" for the whole.
+        blocks: path of each block of a config -> its keys.
     """
     for key in block:
         name = shown_name(key)
@@ -45,7 +46,7 @@ def check_keys(where: str, block: Mapping[Any, Any], known: Iterable[str], block
 
 
 def _home(key: str, blocks: Mapping[str, Iterable[str]]) -> str:
-    """A hint that ends in a space, with the first of `blocks` that has this key; "" if none has it."""
+    """A hint at the first of `blocks` that has this key, with a space at its end; "" if none has it."""
     home = next((where for where, keys in blocks.items() if key in keys), None)
     if home is None:
         return ""

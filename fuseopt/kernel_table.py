@@ -42,7 +42,7 @@ class Kernel:
         activations: the activations of a gated feed-forward that the kernel computes.
         order: kernels with a lower order claim modules first; those with the same order, in order of registration.
         only_trains: whether the kernel acts in training steps only, or on their loss; `verify` then runs one.
-        never_trains: whether the kernel acts in calls without gradients only; "auto" then leaves it out of training.
+        never_trains: whether the kernel acts in calls without gradients only; "auto" does not try it for training.
     """
 
     name: str

@@ -95,7 +95,7 @@ class Measurements:
         return [("choice", "a call", "gain", noise), *(choice.cells for choice in self.choices)]
 
     def lines(self) -> Iterator[str]:
-        """The heading and the table, at most 118 columns wide. Long names and notes go on in the next line."""
+        """The heading and the table, at most 118 columns wide. Long names and notes are wrapped, to at most 3 lines."""
         yield clipped(printable(self.heading), _WIDTH)
         table = [[printable(cell) for cell in line] for line in self.cells()]
         width = min(_LONGEST_NAME, max(len(name) for name, *_ in table))

@@ -71,18 +71,19 @@ class Verification:
         output: name of the output tensor with the largest error relative to its tolerance, such as "logits". The next
             four attributes are of this tensor, as in `Comparison`.
         tokens_agree: whether both models generate the same tokens; None if `verify` was not asked to generate.
-        tokens_count: whether `ok` requires `tokens_agree`. True in float32 and float64, unless `weights` or `cache`
-            is quantised; in half precision near-ties between two tokens are decided by the last bit.
-        replaced: number of objects that the config replaced: modules, and what it puts into the model itself.
+        tokens_count: whether `ok` requires `tokens_agree`. True in float32 and float64, unless weights or cache are
+            quantised; in half precision near-ties between two tokens are decided by the last bit.
+        replaced: number of objects that the config replaced: modules, and attributes of the model such as `generate`.
         loss: of the training step; None if none was run.
         gradient: of the parameter whose gradient has the largest error relative to its tolerance; None as above.
         gradients: number of parameters whose gradients were compared.
         ran: False if none of the replaced objects was called, so that stock was compared with itself.
         not_run: what the config asks for and nothing ran, and what was not compared, one line each.
         weights: how `generate()` quantises the weights, such as "int8"; "" if it does not.
-        summary: what was replaced, in the words of the plan.
-        cache: how it quantises keys and values, "int8" or "fp8"; "" if it does not.
-        low_bit: of the steps with quantised weights; None if no weights are quantised, or nothing was generated.
+        summary: what was replaced, as `Report.summary`.
+        cache: how `generate()` quantises keys and values, "int8" or "fp8"; "" if it does not.
+        low_bit: comparisons of the steps with quantised weights; None if no weights are quantised, or nothing was
+            generated, or the logits could not be compared, which `not_run` says.
     """
 
     output: str
@@ -284,7 +285,7 @@ class References:
         )
 
     def low_bit_run(self, model: nn.Module) -> verify_low_bit.StepRun | None:
-        """A call of generate() by `model`, which is fused now; None if its weights are not quantised."""
+        """Runs generate() of the fused `model`; None if its weights are not quantised or nothing is to be generated."""
         quantising = verify_low_bit.quantising_generate(model)
         if quantising is None or self._generate is None:
             return None
@@ -292,7 +293,7 @@ class References:
             return verify_low_bit.step_run(model, quantising, self._prompt, self._generate)
 
     def with_low_bit(self, found: Verification, model: nn.Module, run: verify_low_bit.StepRun) -> Verification:
-        """`found` with what `low_bit_run` shows; `model` is stock again."""
+        """`found` with the comparisons of `run`, a `low_bit_run`; `model` must be stock again."""
         if run.not_compared is not None:
             line = f"logits with weights in {found.weights}: {run.not_compared}"
             return replace(found, not_run=(*found.not_run, line))
@@ -324,6 +325,7 @@ class _Reference:
         return self.against(self._run(model, inputs))
 
     def against(self, fused: verify_runs.Tensors) -> list[Comparison]:
+        """The tensors of a fused run by name, each compared with stock's and the exact one."""
         return [
             _compare(name, stock, fused.get(name), self._exact[name], self._tolerances[name])
             for name, stock in self.stock.items()

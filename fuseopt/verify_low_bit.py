@@ -1,4 +1,4 @@
-"""How `verify` compares decode steps with weights in 8 or 4 bits: with dequantised weights, and with the model's."""
+"""How `verify` compares decode steps with weights in 8 or 4 bits: with the dequantised and with the model's weights."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 STEP_LOGITS = "logits of generate()"
 _LENGTHS = ("max_new_tokens", "max_length")
 MOST_HALF_STEPS = 1.05
-"""The largest `rounding_error` allowed: 1, and 5% for scales that are rounded to half precision."""
+"""The largest `rounding_error` allowed: 1, plus 5% since scales may be rounded to half precision."""
 
 
 @dataclass(frozen=True)
 class Drift:
-    """How far one model's next-token distributions are from another's, over the same tokens.
+    """Distance of one model's next-token distributions from another's, over the same tokens.
 
     Attributes:
         kl: Kullback-Leibler divergence from the other model's distribution to this one's, mean over tokens, in nats.
@@ -43,7 +43,7 @@ class Drift:
 
     @classmethod
     def between(cls, expected: Tensor, found: Tensor) -> Drift:
-        """Of logits [rows, tokens, vocab]."""
+        """The drift from `expected` to `found`, logits [rows, tokens, vocab] each."""
         wanted, own = (logits.double().log_softmax(-1) for logits in (expected, found))
         kl = torch.where(wanted.isneginf(), 0.0, wanted.exp() * (wanted - own)).sum(-1)
         same = expected.argmax(-1) == found.argmax(-1)
@@ -56,12 +56,12 @@ class Drift:
 
 @dataclass(frozen=True)
 class LowBitVerification:
-    """Decode steps with weights in 8 or 4 bits: what the steps round, and what quantising the weights changes.
+    """Comparisons of decode steps with weights in 8 or 4 bits: rounding of the steps, and effect of the quantisation.
 
     Attributes:
-        steps: logits of generate() beside a stock model with the dequantised weights.
+        steps: logits of generate() against a stock model with the dequantised weights.
         rounding: the largest error of the quantised weights, see `rounding_error`.
-        drift: of the steps' distributions from those of the model's own weights.
+        drift: of the steps' distributions from those of the unquantised model.
     """
 
     steps: Comparison
@@ -70,7 +70,7 @@ class LowBitVerification:
 
     @property
     def problem(self) -> str | None:
-        """As `Verification.problem`."""
+        """The comparison that failed, in one line; None if none did."""
         if not self.steps.ok:
             return f"{self.steps.name}: error {self.steps.fused_error:.1e}, allowed {self.steps.tolerance:.1e}"
         if self.rounding > MOST_HALF_STEPS:
@@ -93,8 +93,8 @@ class StepRun:
     Attributes:
         tokens: [rows, new] int64.
         logits: [rows, new, vocab].
-        modules: what was quantised.
-        not_compared: why the logits are not those of quantised weights alone; None if they are.
+        modules: the quantised layers.
+        not_compared: why the logits cannot be compared, since not only quantised weights made them; None if they can.
     """
 
     tokens: Tensor
@@ -104,7 +104,7 @@ class StepRun:
 
 
 def quantising_generate(model: nn.Module) -> FusedGenerate | None:
-    """That of a fused model, if it has quantised weights."""
+    """The FusedGenerate of a fused model, if it has quantised weights; else None."""
     applied = apply.applied_to(model)
     after = (change.after for change in applied.changes) if applied is not None else ()
     return next((fused for fused in after if getattr(fused, "quantised", "")), None)
@@ -113,12 +113,12 @@ def quantising_generate(model: nn.Module) -> FusedGenerate | None:
 def step_run(
     model: nn.Module, generate: FusedGenerate, prompt: Mapping[str, Any], options: Mapping[str, Any]
 ) -> StepRun:
-    """Runs the fused model.
+    """Runs a greedy `generate()` of the fused model.
 
     Args:
-        generate: of the model, with quantised weights.
+        generate: the model's FusedGenerate, with quantised weights.
         prompt: keyword arguments of `generate()`.
-        options: further ones, of which the number of tokens is taken.
+        options: further keyword arguments, of which only the lengths are used.
     """
     from fuseopt.generation.prompt.prefill import UNQUANTISED_PROMPT
 
@@ -139,7 +139,7 @@ def greedy(
     """New tokens [rows, new] of a greedy `generate()`, and their logits [rows, new, vocab] before any processor.
 
     Args:
-        forced: tokens [rows, new] to take in place of the most probable ones.
+        forced: tokens [rows, new] int64 to generate instead of the most probable ones.
     """
     processors = {} if forced is None else {"logits_processor": [Forced(forced)]}
     found = model.generate(  # type: ignore[operator]
@@ -156,10 +156,10 @@ def greedy(
 
 
 class Forced:
-    """A logits processor that leaves one token a step.
+    """Logits processor that excludes all tokens but a given one in each step.
 
     Args:
-        tokens: [rows, steps] int64.
+        tokens: [rows, steps] int64, the token of each row and step.
     """
 
     def __init__(self, tokens: Tensor) -> None:
@@ -170,12 +170,12 @@ class Forced:
 
 
 def forced_logits(model: nn.Module, prompt: Mapping[str, Any], tokens: Tensor) -> Tensor:
-    """Logits [rows, new, vocab] of `generate()` that is made to generate `tokens` [rows, new]."""
+    """Logits [rows, new, vocab] of a `generate()` that is forced to generate `tokens` [rows, new] int64."""
     return greedy(model, prompt, {"max_new_tokens": tokens.shape[1]}, tokens)[1]
 
 
 def dequantised_logits(run: StepRun, model: nn.Module, prompt: Mapping[str, Any]) -> Tensors:
-    """What `run` has to find: by the stock forward of `model`, in its dtype, with the dequantised weights."""
+    """Reference logits of `run`: those of the stock `model`, in its dtype, with the dequantised weights."""
     twin = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     for module in run.modules:
         target = twin.get_submodule(module.path)
@@ -187,8 +187,8 @@ def dequantised_logits(run: StepRun, model: nn.Module, prompt: Mapping[str, Any]
 def rounding_error(run: StepRun) -> float:
     """The largest root-mean-square error of weights that share a scale, in half steps of a scale that clips nothing.
 
-    A step is the distance between neighbouring values. Rounding to nearest with that scale errs by half a step at most,
-    and `quantize` takes another only where it errs less, so that more than `MOST_HALF_STEPS` is a fault.
+    A step is the distance between neighbouring values. Rounding to nearest with that scale errs by at most half a step,
+    and `quantize` uses another scale only where it errs less. More than `MOST_HALF_STEPS` is therefore a bug.
     """
     parts = (part for module in run.modules for part in zip(module.weights, module.low_bit, strict=True))
     return max((_half_steps(*part) for part in parts), default=0.0)

@@ -139,7 +139,7 @@ WRONG = {
     "key of another block": ({"generation": {"jit": False}}, "generation.jit: unknown key; it is a key of kernel_fus"),
     "key of a dict in the block": ({"generation": {"bits": 4}}, "{'generation': {'weights': {'bits': ...}}}"),
     "a name for a list": ({"kernel_fusion": {"custom_cuda_kernels": "FusedGELU"}}, "got str; write ['FusedGELU']"),
-    "a bool for a list": ({"kernel_fusion": {"triton_kernels": True}}, "got bool; [] lists none"),
+    "a bool for a list": ({"kernel_fusion": {"triton_kernels": True}}, "got bool; write [] for none"),
     "unknown top-level key": ({"kernel_fusoin": {"enable": True}}, "did you mean 'kernel_fusion'"),
     "unknown key": ({"kernel_fusion": {"enabel": True}}, "kernel_fusion.enabel: unknown key; did you mean 'enable'"),
     "key that is no string": ({"kernel_fusion": {1: True}}, "kernel_fusion.1: unknown key"),
@@ -296,7 +296,7 @@ FROM_OUTSIDE = {
         b'{"generation": {"max_batch": 1}, "generation": {"max_length": 2}}',
         "'generation' is there twice",
     ),
-    "an array of blocks": (b'{"kernel_fusion": [{"enable": true}]}', "got list; kernels by name are"),
+    "an array of blocks": (b'{"kernel_fusion": [{"enable": true}]}', "got list; list kernels by name as in"),
     "arrays for values": (b'{"kernel_fusion": {"enable": [true]}}', "expected true or false, got [True] (list)"),
     "an array of kernels in one": (
         b'{"kernel_fusion": {"custom_cuda_kernels": [["FusedGELU"]]}}',

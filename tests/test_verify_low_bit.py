@@ -1,4 +1,4 @@
-"""verify with weights in 8 or 4 bits: what steps round, whether weights are rounded well, and what that changes."""
+"""verify with weights in 8 or 4 bits: error of the steps, error of the weights, and drift of the predictions."""
 
 import functools
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def test_the_share_of_quantising_is_said(family: str, kind: str, dtype: torch.dt
     assert found.ok and low is not None, found
     assert 0 < low.steps.fused_error <= low.steps.tolerance and low.steps.name == "logits of generate()"
     assert 0.4 < low.rounding <= 1 and low.drift.tokens == 12
-    # The same from stock models alone, over the tokens of the dequantised one.
+    # The same computed by stock models only, over the tokens of the dequantised one.
     stock, ids = dequantised(model, **WEIGHTS[kind]), prompt(model, 2, 5, seed=3)
     tokens = stock.generate(**ids, max_new_tokens=6, do_sample=False)[:, -6:]
     expected, quantised = (forced_logits(each, ids, tokens).double() for each in (model, stock))
@@ -71,7 +71,7 @@ BROKEN: dict[str, Callable[[LowBitWeight], LowBitWeight]] = {
 
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_broken_quantiser_fails(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although the steps compute what the quantised weights say."""
+    """verify fails although the steps are exact for the quantised weights."""
     monkeypatch.setattr(engine, "quantize", lambda *args: BROKEN[fault](quantize(*args)))
     found = verified("gpt2", "int4")[1]
     assert not found.ok and found.low_bit.rounding > MOST_HALF_STEPS, found
@@ -105,7 +105,7 @@ def test_rounding_to_nearest_is_always_allowed(kind: str, dtype: torch.dtype, na
 
 
 def test_modules_are_found_with_their_own_weights() -> None:
-    """Of several weights, stored as [K, N], or together in one module."""
+    """Layers of several weights, weights stored as [K, N], and several weights in one module."""
     for family in ("gpt2", "llama", "phi3"):
         model = SWEPT.get(family, functools.partial(tiny_decoder, family))()
         fuseopt.initialize(model, {"generation": {"weights": "int8"}})

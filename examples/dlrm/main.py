@@ -77,12 +77,12 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument("--device", default=GPU_OR_CPU, type=torch.device, help="default: %(default)s")
     parser.add_argument("--batch", type=int, help="clicks; default: 16384 on a GPU, 256 on a CPU")
     parser.add_argument(
-        "--rows", type=int, help="of each of 26 tables; default: 100000 on a GPU (more than L2), 1000 on a CPU"
+        "--rows", type=int, help="rows of each of 26 tables; default: 100000 on a GPU (more than L2), 1000 on a CPU"
     )
-    parser.add_argument("--dim", type=int, help="of an embedding; default: 128 on a GPU, 16 on a CPU")
+    parser.add_argument("--dim", type=int, help="width of an embedding; default: 128 on a GPU, 16 on a CPU")
     parser.add_argument("--hidden", type=int, help="units of an MLP's layer; default: 512 on a GPU, 64 on a CPU")
     parser.add_argument(
-        "--dtypes", nargs="+", default=["float32", "bfloat16"], help="of the ops alone; default: %(default)s"
+        "--dtypes", nargs="+", default=["float32", "bfloat16"], help="dtypes of the ops alone; default: %(default)s"
     )
     parser.add_argument("--steps", type=int, default=20, help="training steps; default: %(default)s")
     parser.add_argument("--no-bench", action="store_true", help="leave out the tables of the ops alone")

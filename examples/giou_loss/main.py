@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default=GPU_OR_CPU, type=torch.device, help="default: %(default)s")
     parser.add_argument("--batch", type=int, help="images; default: 1024 on a GPU, 8 on a CPU")
-    parser.add_argument("--boxes", type=int, default=1024, help="of an image, with padding; default: %(default)s")
+    parser.add_argument("--boxes", type=int, default=1024, help="boxes per image, with padding; default: %(default)s")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"], help="default: %(default)s")
     parser.add_argument(
         "--out", type=Path, default=OUT, help="folder for the results and the plot; default: %(default)s"

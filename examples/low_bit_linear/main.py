@@ -23,10 +23,10 @@ KINDS = {
     "int4, groups of 32": {"bits": 4, "group": 32},
     "int4, zero points": {"bits": 4, "symmetric": False},
 }
-HELD = 2**27  # bytes of copies of a weight, of which each call reads another: more than caches hold
+HELD = 2**27  # bytes of copies of a weight, more than caches hold; consecutive calls read different copies
 
 
-# 1. A layer in 8 or 4 bits. It has no Parameter: values and scales are not trained.
+# 1. A layer in 8 or 4 bits. Its weight is no Parameter: values and scales are not trained.
 class LowBitLinear(nn.Module):
     def __init__(self, linear: nn.Linear, **kind) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class LowBitLinear(nn.Module):
         return ops.low_bit_linear(input, self.weight, self.bias)
 
 
-# 2. What it rounds: nothing but the weight. The products and sums are those of the dequantised weight.
+# 2. The check. Only the weight is rounded: products and sums are those of the dequantised weight.
 def check(device: torch.device) -> None:
     linear, input = nn.Linear(512, 96, device=device), torch.randn(3, 512, device=device)
     for name, kind in KINDS.items():
@@ -56,7 +56,7 @@ def ways(weight: Tensor) -> dict[str, tuple[Callable[[Tensor, object], Tensor], 
         name = f"torchao int{bits}"
         try:
             found[name] = (F.linear, torchao_weight(weight, bits))
-        except Exception as error:  # of a contender: the others are still worth a row
+        except Exception as error:  # the other contenders still get rows
             found[name] = (None, f"{type(error).__name__}: {error}".splitlines()[0])
     return found
 
@@ -83,7 +83,7 @@ def copied(weight: object) -> object:
     return weight._replace(**{name: t.clone() for name, t in weight._asdict().items() if isinstance(t, Tensor)})
 
 
-# 4. Times. Each call reads a weight that the caches have lost since its last one.
+# 4. Times. Each call reads a copy of the weight that is no longer in the caches.
 def seconds(call: Callable[[], object]) -> float:
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=0.05).median
@@ -153,7 +153,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument("--device", default=device, type=torch.device, help=default)
     parser.add_argument("--shapes", nargs="+", default=shapes, help=f"outputs x inputs; {default}")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16], help=default)
-    parser.add_argument("--out", type=Path, default=OUT, help=f"folder for what is written; {default}")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder for results.json and roofline.png; {default}")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=options.out).close()  # raises now, not after the work, if it cannot be written
@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     if importlib.util.find_spec("matplotlib"):
         save_roofline(table, bandwidth, arithmetic, options.out / "roofline.png")
     else:
-        print("no plot: it needs matplotlib")
+        print("no plot: it needs matplotlib: pip install 'fuseopt[plot]'")
     return table
 
 

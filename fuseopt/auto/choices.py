@@ -22,9 +22,9 @@ from fuseopt.strategies import STRATEGIES
 _STRATEGY_OF = {CUSTOM: "kernels", TRITON: "triton"}
 
 _GENERATES = "FusedNoRepeatNGram"
-"""A kernel that acts in `generate()` alone."""
+"""The kernel that acts in `generate()` only."""
 _ON_A_GPU = "cuda_graphs"
-"""An option of kernels that has no effect on a CPU."""
+"""The option of kernels that has no effect on a CPU."""
 
 _BACKENDS = tuple(name for name in KERNEL_BACKENDS if name not in ("auto", "reference"))
 

@@ -28,7 +28,7 @@ class AutoPlan:
         choices: for each kind of call, the names of what is timed before changes of the fastest one.
         measured: earlier results on this machine for such a model.
         verbose: whether to print the times of the earlier results too.
-        how: how to measure.
+        how: the call or command that measures.
     """
 
     model: str

@@ -260,7 +260,7 @@ class Search:
             except Exception as error:
                 row = dataclasses.replace(row, note=_failed(error))
             finally:
-                for name in set(vars(model)) - attributes:  # transformers keeps its compiled call there
+                for name in set(vars(model)) - attributes:  # transformers stores its compiled call on the model
                     delattr(model, name)
         self.rows[COMPILED] = row
 
@@ -270,7 +270,7 @@ class Search:
         return settings.get("num_beams") or 1
 
     def _compiled_generate(self) -> dict[str, Any]:
-        """Arguments with which transformers compiles the forward of `generate()`, on a CPU too."""
+        """Arguments of `generate()` that make transformers compile the forward, on a CPU too."""
         if self.device.type != "cpu":
             return {"cache_implementation": "static"}
         from transformers import CompileConfig

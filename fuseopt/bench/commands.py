@@ -43,7 +43,7 @@ def add_benchmarks(commands: Any) -> None:
             _bench_ops,
             (command_options.add_ops,),
         ),
-        ("own-ops", "host time of calls of a user's op, beside torch's own of its kind", _bench_own_ops, ()),
+        ("own-ops", "host time of calls of a user's op, and of torch's op of the same kind", _bench_own_ops, ()),
         (
             "tutorial",
             "generate() under an n-gram ban, as in OSLO's tutorial",
@@ -98,7 +98,7 @@ def add_benchmarks(commands: Any) -> None:
         ("capacity", "the largest batch of a training step that fits on the GPU", _bench_capacity, (*sized, *step)),
     )
     for name, what, run, add in described:
-        weights = "Weights are random, but for checkpoints." if name == "low-bit" else "Weights are random."
+        weights = "Weights are random, except those of checkpoints." if name == "low-bit" else "Weights are random."
         benchmark = benchmarks.add_parser(name, help=what, description=f"Measures {what}. {weights}")
         for options in (*add, command_options.add_results):
             options(benchmark)
@@ -149,8 +149,8 @@ def _add_generate(parser: Any) -> None:
         "--prefix",
         type=command_options.positive,
         metavar="TOKENS",
-        help="time prompts after so many tokens that earlier calls began with too, with and without a prefix cache, "
-        "beside the prompts alone; default: the same prompts in all calls",
+        help="tokens of a prefix that all calls share; times prompts after it with and without a prefix cache, and the "
+        "prompts alone; default: no prefix, and the same prompts in all calls",
     )
 
 

@@ -10,7 +10,7 @@ enum DType : int {
   kFloat64 = 3,
 };
 
-// Elements of the caches of keys and values.
+// Dtype of the elements of caches of keys and values.
 enum CacheDType : int {
   kAsQuery = 0,  // the query's
   kInt8 = 1,

@@ -163,7 +163,10 @@ class FusedGenerate:
         return tuple({**vars(call), "tier": call.tier.value} for call in self.calls)
 
     def report_lines(self) -> tuple[str, ...]:
-        """Tier and reason of the last calls, equal ones in a row as one, and what is kept from call to call."""
+        """Lines of the report: tier and reason of the last calls, and what is kept from call to call.
+
+        Consecutive calls with equal lines share one line with their number.
+        """
         runs = ((line, sum(1 for _ in equal)) for line, equal in itertools.groupby(map(str, self.calls)))
         calls = (f"{line} ({count} calls)" if count > 1 else line for line, count in runs)
         lines = (*calls, *self.checked.notes, *self.graphs.report_lines())

@@ -257,7 +257,8 @@ def unexpected_modules(
     Args:
         children: the allowed classes of the children of each class.
         roots: the children of `module` to search; None for all.
-        accepts: whether a module of another class may stand where those of the classes listed belong.
+        accepts: whether a module may be in place of the classes listed, of which it has none. Its children are not
+            searched.
     """
     found: list[tuple[str, object]] = []
     owners = [(module, "")]

@@ -38,7 +38,10 @@ class LinearOutput:
         return self.input._version, self.weight._version
 
     def _has_changed(self) -> bool:
-        """Whether input or weight have been written to. Waits for a GPU."""
+        """Whether input or weight have been written to since: by version, the weight also by sampled values.
+
+        Waits for a GPU.
+        """
         # While Dynamo traces, version counters are not real, and the graph keeps the order of reads and writes.
         if torch.compiler.is_dynamo_compiling():
             return False

@@ -38,7 +38,7 @@ def is_lora_linear(module: object) -> bool:
 
 
 def fits(module: Any, names: Sequence[str]) -> bool:
-    """Whether a LoRA layer may stand where modules of the classes `names` belong: around one of these."""
+    """Whether a module is a LoRA layer around a layer of one of the classes `names`."""
     return is_lora_linear(module) and full_name(source_class(module.base_layer)) in names
 
 
@@ -117,7 +117,7 @@ class LoraLayers:
         return self._reason, self._capacities
 
     def versions(self) -> tuple[Hashable, ...]:
-        """Differs if their updates do, apart from the values of the factors."""
+        """Differs if the layers' updates differ in anything but the values of the factors."""
         return tuple(part for layer in self.layers.values() for part in map(_versioned, state_of(layer)))
 
 

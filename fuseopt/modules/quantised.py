@@ -1,6 +1,6 @@
-"""Linear layers that a checkpoint brings quantised: their layouts, each read as a `LowBitWeight` of the same numbers.
+"""Linear layers of pre-quantised checkpoints: their layouts, each read as a `LowBitWeight` of the same numbers.
 
-The libraries that make such layers are not imported: classes are known by their full names.
+The libraries that define such layers are not imported: classes are recognised by their full names.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _LIBRARIES = {
     _CT: "compressed-tensors",
     "transformers.integrations.": "transformers",
 }
-"""Start of a class's full name -> what made a layer or a weight of that class."""
+"""Prefix of a class's full name -> the library that defines layers or weights of that class."""
 
 
 class UnreadableWeight(Exception):
     """A quantised layer that no decode step computes.
 
     Attributes:
-        reason: why, in words that follow the layer's path.
+        reason: why, as the end of a sentence that begins with the layer's path.
         module: the layer.
     """
 
@@ -55,13 +55,13 @@ class QuantisedWeight:
     """The weight [N, K] of a linear layer, as its checkpoint stores it.
 
     Attributes:
-        layout: what stored it so, such as "AWQ int4".
+        layout: library or method, and dtype, such as "AWQ int4".
         shape: (N, K).
-        bits, group: as its LowBitWeight has them.
-        scales: of any shape.
-        tensors: all that the layer's forward reads, its bias too.
-        whole: reads the LowBitWeight of all outputs that the layer has.
-        begin, end: those of them that this object stands for.
+        bits, group: those of the LowBitWeight that `read` returns.
+        scales: in the shape of the layout; float32, bfloat16 or float16.
+        tensors: all that the layer's forward reads, with its bias.
+        whole: reads the LowBitWeight of all outputs of the layer.
+        begin, end: the range of these outputs that is this object's weight; `end` is None for the last.
     """
 
     layout: str
@@ -76,23 +76,24 @@ class QuantisedWeight:
 
     @property
     def format(self) -> str:
-        """What the weights that one kernel reads must have alike, such as "groups of 128, scales of torch.float16"."""
+        """Must be equal for weights that one kernel reads together: "groups of 128, scales of torch.float16"."""
         groups = f"groups of {self.group}, " if self.bits == 4 else ""
         return f"{groups}scales of {self.scales.dtype}"
 
     def halves(self) -> tuple[QuantisedWeight, QuantisedWeight]:
-        """Of the first and of the last outputs."""
+        """The weights of the first and of the second half of the outputs."""
         middle, inputs = self.shape[0] // 2, self.shape[1]
         last = replace(self, shape=(self.shape[0] - middle, inputs), begin=middle)
         return replace(self, shape=(middle, inputs), end=middle), last
 
     def read(self) -> LowBitWeight:
+        """The weight as kernels read it; int4 values are copies."""
         values, scales, zeros, bits, group = self.whole()
         rows = slice(self.begin, self.end)
         return LowBitWeight(values[rows], scales[rows], None if zeros is None else zeros[rows], bits, group)
 
     def stand_in(self, dtype: torch.dtype | None = None) -> Tensor:
-        """[N, K] without memory of its own: one NaN, which shows if anything multiplies with it.
+        """A placeholder [N, K] that expands one NaN, so any use of its values shows.
 
         Args:
             dtype: None for that of the scales.
@@ -101,12 +102,12 @@ class QuantisedWeight:
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Whether a module is of a class, or has a weight of a class, that this file reads."""
+    """Whether a module, or its weight, is of a quantised class for which this file has a reader."""
     return _reader(module) is not None
 
 
 def fits(module: nn.Module, names: Sequence[str]) -> bool:
-    """Whether a quantised layer may stand where modules of the classes `names` belong."""
+    """Whether a module is a quantised layer that replaces a linear layer or a Conv1D, if `names` has one of these."""
     return full_name(type(module)) in _MODULES and (LINEAR in names or CONV1D in names)
 
 
@@ -114,7 +115,7 @@ def quantised_weight(module: nn.Module) -> QuantisedWeight | None:
     """The weight of a quantised linear layer; None for a module that is not one.
 
     Raises:
-        UnreadableWeight: the layer is quantised, and not as `LowBitWeight` can have it.
+        UnreadableWeight: the layer is quantised, and `LowBitWeight` cannot hold its weight.
     """
     reader = _reader(module)
     if reader is None:
@@ -140,19 +141,19 @@ def quantised_weights(modules: Sequence[nn.Module]) -> tuple[QuantisedWeight, ..
     if weights and (len(weights) < len(found) or len({weight.format for weight in weights}) > 1):
         stored = ", ".join("floating point" if each is None else f"{each.layout}, {each.format}" for each in found)
         first = next(module for module, weight in zip(modules, found, strict=True) if weight is not None)
-        raise UnreadableWeight(f"is quantised otherwise than the layers that read the same input: {stored}", first)
+        raise UnreadableWeight(f"is not quantised like the layers that read the same input: {stored}", first)
     return weights
 
 
 def described(weights: Iterable[QuantisedWeight]) -> str:
-    """Numbers and layouts of layers, such as "14 linear layers that came as torchao int8"."""
-    # Both halves of a layer have its scales.
+    """Numbers and layouts of layers, such as "14 pre-quantised linear layers (torchao int8)"."""
+    # Both halves of a layer share its scales, and are counted once.
     layouts = Counter({id(weight.scales): weight.layout for weight in weights}.values())
-    return ", ".join(f"{count} linear layers that came as {layout}" for layout, count in layouts.items())
+    return ", ".join(f"{count} pre-quantised linear layers ({layout})" for layout, count in layouts.items())
 
 
 def stored_tensors(module: nn.Module) -> tuple[Sequence[Tensor], str | None]:
-    """What a quantised layer's forward reads; and why no decode step does, in words that follow its path, or None."""
+    """The tensors that a quantised layer's forward reads, and None; or none, and why no decode step reads the layer."""
     try:
         weight = quantised_weight(module)
     except UnreadableWeight as error:
@@ -161,7 +162,7 @@ def stored_tensors(module: nn.Module) -> tuple[Sequence[Tensor], str | None]:
 
 
 def library_of(module: object) -> str:
-    """What made a quantised layer that is not read, such as "is a Linear4bit of bitsandbytes, ..."; else ""."""
+    """Class and library of a quantised layer that is not read, as "is a Linear4bit of bitsandbytes, ..."; else ""."""
     weight = module._parameters.get("weight") if isinstance(module, nn.Module) else None
     for cls in (type(module), type(weight)):
         made_by = next((name for start, name in _LIBRARIES.items() if full_name(cls).startswith(start)), None)
@@ -172,14 +173,14 @@ def library_of(module: object) -> str:
 
 
 def reason_against(module: nn.Module) -> str | None:
-    """Why no decode step computes what a quantised layer does, "" if one does; None for a module that is not one."""
+    """Why no decode step reads a quantised layer, "" if one does; None for a module that is not quantised."""
     if is_quantised(module):
         return stored_tensors(module)[1] or ""
     return library_of(module) or None
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether the forward on a module is the one that compressed-tensors puts around a layer's."""
+    """Whether a module's forward is the wrapper that compressed-tensors sets on a layer."""
     function = getattr(module.__dict__.get("forward"), "__func__", None)
     return getattr(function, "__globals__", {}).get("__name__") == _CT_FORWARD
 
@@ -217,7 +218,7 @@ def _check_device(layout: str, device: torch.device) -> None:
 
 
 def _group(layout: str, inputs: int, groups: int) -> int:
-    """The size of groups that are read: larger ones are split into several of one scale."""
+    """The group size of the LowBitWeight: stored groups that are larger are split into several of equal scales."""
     size = inputs // max(groups, 1)
     fits = size * groups == inputs and size % GROUPS[0] == 0 and size > 0
     _require(fits, layout, f"its {groups} groups of {inputs} inputs are not of a multiple of {GROUPS[0]} inputs")
@@ -225,7 +226,7 @@ def _group(layout: str, inputs: int, groups: int) -> int:
 
 
 def _int4(group: int, nibbles: Tensor, scales: Tensor, zeros: Tensor | None) -> LowBitWeight:
-    """Of nibbles [N, K], and scales and zero points [N, groups], each of at least `group` inputs."""
+    """The weight of nibbles uint8 [N, K], and scales and zero points [N, groups of at least `group` inputs]."""
     parts = nibbles.shape[1] // scales.shape[1] // group
     scales = scales.detach().repeat_interleave(parts, dim=1)
     if zeros is not None:
@@ -234,7 +235,7 @@ def _int4(group: int, nibbles: Tensor, scales: Tensor, zeros: Tensor | None) -> 
 
 
 def _int8(values: Tensor, scales: Tensor) -> LowBitWeight:
-    """Of values [N, K], and scales [N, 1], or [1, 1] for all outputs."""
+    """The weight of values int8 [N, K], and scales [N, 1], or [1, 1] for all outputs."""
     spread = scales.detach().float().expand(len(values), 1)
     return LowBitWeight(values.contiguous(), spread.contiguous(), None, 8, values.shape[1])
 
@@ -302,7 +303,7 @@ def _gptq(module: Any) -> QuantisedWeight:
     _require(in_order, layout, "g_idx orders its groups by activations (desc_act)")
 
     def read() -> LowBitWeight:
-        # The forwards of these classes take the zero points as they are stored after loading (format 2).
+        # Zero points are used as GPTQModel stores them after loading (format 2).
         return _int4(group, _in_order(qweight.T), scales.T, _in_order(qzeros).T)
 
     return _weight(layout, module, (outputs, inputs), 4, group, (scales, qweight, qzeros, g_idx), read)
@@ -316,19 +317,19 @@ def _awq(module: Any) -> QuantisedWeight:
     group = _group(layout, inputs, len(scales))
 
     def read() -> LowBitWeight:
-        # A word holds eight outputs, in the order that LowBitWeight has for inputs.
+        # A word has eight outputs, in the order of the inputs in a word of LowBitWeight.
         return _int4(group, unpack(qweight).T, scales.T, unpack(qzeros).T)
 
     return _weight(layout, module, (outputs, inputs), 4, group, (scales, qweight, qzeros), read)
 
 
 def _check_packed(method: str, module: Any) -> str:
-    """The layout of a layer of GPTQModel, whose attributes are those of its `qlinear` modules."""
+    """The layout of a GPTQModel layer; raises _NotRead unless its weight has 4 bits and no kernel has repacked it."""
     layout = f"{method} int{module.bits}"
     _check_device(layout, module.qweight.device)
     repacked = getattr(module, "linear_mode", None) not in (None, "train") or getattr(module, "transformed", False)
     _require(module.bits == 4, layout, "only 4 bits are read")
-    _require(not repacked, layout, "its forward has packed it anew for a kernel")
+    _require(not repacked, layout, "its forward has repacked it for a kernel")
     _require(module.qweight.dtype is torch.int32, layout, f"it is packed into {module.qweight.dtype}")
     _require(getattr(module, "adapter", None) is None, layout, "it has an adapter")
     _require(getattr(module, "had_K", None) is None, layout, "its input is rotated")

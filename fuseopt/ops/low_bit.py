@@ -60,7 +60,7 @@ class LowBitWeight(NamedTuple):
 
 
 def no_kernel_reason(device: torch.device) -> str | None:
-    """Why no kernel multiplies with LowBitWeights on a device; None if one does."""
+    """Why no kernel multiplies with LowBitWeights on a device; None if one does, and for the meta device."""
     return None if device.type in ("cpu", "meta") else "kernels for weights in 8 or 4 bits run on a CPU"
 
 

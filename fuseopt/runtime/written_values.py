@@ -1,4 +1,4 @@
-"""Samples of tensors' values, to see writes that their versions do not count."""
+"""Samples of tensors' values, to detect writes that do not change their versions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def sample(matrix: Tensor) -> Tensor:
     """View of up to 16 x 16 evenly spaced values, as integers of their size, so that NaN equals itself.
 
-    PyTorch's fused optimizers, and writes through `tensor.data`, as peft merges adapters, leave the version as it is.
+    Such samples show writes that leave a tensor's version as it is: those of PyTorch's fused optimizers, and those
+    through `tensor.data`, as peft's merge of adapters.
 
     Args:
-        matrix: [any, any], of any strides and device.
+        matrix: [any, any], of any strides and device, with elements of 1, 2, 4 or 8 bytes.
     """
     steps = [max(-(-size // _MOST), 1) for size in matrix.shape]
     size = [-(-size // step) for size, step in zip(matrix.shape, steps, strict=True)]
@@ -27,14 +28,14 @@ def sample(matrix: Tensor) -> Tensor:
 
 
 class Samples:
-    """Some values of each of several tensors on one device, at least 64 if it has so many, read at once.
+    """Samples of several tensors on one device: at least 64 values of each, or all if it has fewer.
 
     Args:
-        tensors: whose shapes and strides stay as they are; referenced, but not their memory.
+        tensors: of any shapes and dtypes, which must not change. The tensors are referenced.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        # By dtype, since torch.cat would convert what it joins to one.
+        # By dtype, since torch.cat converts its arguments to one dtype.
         self._spaced: dict[torch.dtype, list[tuple[Tensor, tuple[int], tuple[int]]]] = {}
         for tensor in tensors:
             self._spaced.setdefault(tensor.dtype, []).append((tensor, *_spacing(tensor)))
@@ -47,10 +48,10 @@ class Samples:
 
 
 def _spacing(tensor: Tensor) -> tuple[tuple[int], tuple[int]]:
-    """Size and stride of values that are spread over the rows and the columns of a tensor's memory."""
+    """Size and stride of a sample that is spread over the rows and the columns of a tensor's memory."""
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     row, step = max(tensor.stride(), default=1), max(length // _LEAST_OF_EACH, 1)
     if step >= row:
-        # Further by the golden ratio of a row each time, instead of always in the same columns.
+        # The step is a part of a row by the golden ratio, so that samples are not all in the same columns.
         step = (step // row - 1) * row + max(int(row * 0.618), 1)
     return (-(-length // step) if tensor.numel() else 0,), (step,)

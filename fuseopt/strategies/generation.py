@@ -65,7 +65,7 @@ class GenerationStrategy:
 
 
 def _cache_notes(index: ModelIndex, step: StepName, options: GenerationOptions) -> Iterator[str]:
-    """Whether keys and values are kept in 8 bits, and why not."""
+    """Whether keys and values are kept in 8 bits, or why not."""
     if options.cache_dtype is None:
         return
     step_class = decode_step_class(step)
@@ -83,14 +83,14 @@ def _cache_notes(index: ModelIndex, step: StepName, options: GenerationOptions) 
 
 
 def _weight_notes(model: nn.Module, step: StepName, options: GenerationOptions) -> Iterator[str]:
-    """Which weights came quantised, what would be quantised, and why not."""
+    """Which weights are pre-quantised, which would be quantised, and why not the others."""
     step_class, weights = decode_step_class(step), options.weights
     below = {id(module) for module in modules_below(*step_class.roots(model))}
     named = ((path, module) for path, module in model.named_modules() if id(module) in below)
     came = {path: reason for path, module in named if (reason := quantised.reason_against(module)) is not None}
     unread = _unread_reason(model, step_class, came)
     if came and unread is not None:
-        yield f"{len(came)} linear layers came quantised; transformers decodes, since {unread}"
+        yield f"{len(came)} pre-quantised linear layers; transformers decodes, since {unread}"
     elif came:
         layers = step_class.quantised_layers(model)
         yield quantised.described(part for layer in layers for part in layer.checkpoint) + ", read by the step"
@@ -109,7 +109,7 @@ def _unread_reason(model: nn.Module, step_class: type[DecodeStep], came: Mapping
     """Why no step reads the model's weights; None if one does.
 
     Args:
-        came: path of each layer that came quantised -> why it is not read; "" if it is.
+        came: path of each pre-quantised layer -> why it is not read; "" if it is.
     """
     for path, reason in came.items():
         if reason:
@@ -132,14 +132,14 @@ def _fits(module: nn.Module, names: Sequence[str]) -> bool:
 
 
 def _prefix_notes(index: ModelIndex, model: nn.Module, step: StepName, options: GenerationOptions) -> Iterator[str]:
-    """Whether prompts that begin alike share keys and values, and why not."""
+    """Whether a prefix cache is used, or why not."""
     if not options.prefix_cache_mib:
         return
     step_class = decode_step_class(step)
     if model.config.is_encoder_decoder:
         yield "no prefix cache: each token of an encoder's output depends on all of its input"
     elif not step_class.takes_prefix:
-        yield f"no prefix cache: {step_class.__name__} runs prompts from their first token on only"
+        yield f"no prefix cache: {step_class.__name__} always runs prompts from their first token"
     elif options.cache_dtype is not None and not any(map(not_quantised_reason, index.devices)):
         yield "no prefix cache: a prompt attends to its keys and values before they are rounded to 8 bits"
     else:

@@ -1,4 +1,4 @@
-"""examples/low_bit_linear: the layer against its weight, the rows of the table, and that a contender may fail."""
+"""examples/low_bit_linear: the layer against its weight, the rows of the table, and contenders that fail."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ def main():
 
 @pytest.fixture
 def quick(main, monkeypatch):
-    """One call a sample; the ids of the weights' tensors that calls read."""
+    """Makes samples of one call; records the ids of the weights' tensors that calls read."""
     monkeypatch.setattr(main, "seconds", lambda call: call() is None or 2e-6)
     monkeypatch.setattr(main, "HELD", 2**18)
     return main

@@ -1,6 +1,6 @@
-"""Linear layers as quantised checkpoints have them, in the layouts that the libraries document.
+"""Linear layers of pre-quantised checkpoints, in the layouts that the libraries document.
 
-Classes have the full names of the libraries' own, and forwards that compute what those compute.
+The classes have the full names of the libraries' classes, and forwards that compute the same.
 """
 
 import copy
@@ -17,7 +17,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 class Quantised(NamedTuple):
-    """Integers [N, K], scales and zero points [N, groups], drawn at random. A zero point is what stands for 0."""
+    """Integers [N, K], scales and zero points [N, groups], drawn at random. A zero point is the integer of weight 0."""
 
     integers: Tensor
     scales: Tensor
@@ -43,7 +43,7 @@ def named(cls: type, name: str) -> type:
 
 
 def words(nibbles: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """[..., 8 n] -> int32 [..., n]; bits 4 i to 4 i + 3 of a word have its nibble `order[i]`."""
+    """Packs nibbles [..., 8 n] into int32 [..., n]; bits 4 i to 4 i + 3 of a word are its nibble `order[i]`."""
     parts = nibbles.unflatten(-1, (-1, 8)).long()
     packed = sum(parts[..., index] << 4 * place for place, index in enumerate(order))
     return torch.where(packed >= 2**31, packed - 2**32, packed).int().contiguous()
@@ -234,12 +234,12 @@ def checkpoint(
     dtype: torch.dtype = torch.float32,
     keep: Callable[[str], bool] = lambda path: path.endswith("lm_head"),
 ) -> tuple[nn.Module, nn.Module]:
-    """`model` with quantised linear layers of random weights, and a stock copy with these dequantised.
+    """`model` with quantised linear layers of random weights, and a stock copy with the dequantised weights.
 
     Args:
         group: inputs that share a scale; 0 for all of them. Without effect on int8.
         dtype: of scales and biases.
-        keep: whether the layer of a path stays as it is.
+        keep: whether the layer of a path is not quantised.
     """
     bits = int(layout[-1])
     dense = copy.deepcopy(model)

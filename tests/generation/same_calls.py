@@ -85,7 +85,7 @@ def calls(draw, others):
 
 
 def and_int8(families):
-    """Parameters of a fixture: the families, and the same with their weights in 8 bits, which are slow."""
+    """Parameters of a fixture: the families, and, as slow tests, the families with weights in 8 bits."""
     return [*families, *(pytest.param(f"{family} int8", marks=pytest.mark.slow) for family in families)]
 
 
@@ -102,7 +102,7 @@ def with_weights(param, make, monkeypatch):
 
 
 def on_the_grid(model):
-    """`model` with weights that 8 bits hold exactly, written over its own."""
+    """Overwrites the weights of `model` with values that int8 represents exactly."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, Conv1D)):
             weight = module.weight.T if isinstance(module, Conv1D) else module.weight

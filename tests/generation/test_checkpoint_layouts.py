@@ -1,4 +1,4 @@
-"""generate() of models whose linear layers come quantised: the tokens of the dequantised model, or T2 with a reason."""
+"""generate() of pre-quantised models: the tokens of the dequantised model, or tier T2 with a reason."""
 
 import copy
 import itertools
@@ -63,7 +63,7 @@ def test_tokens_of_the_dequantised_model(family: str, layout: str) -> None:
     inputs = prompt(model, 2, 5, seed=3)
     own = generate(copy.deepcopy(model), inputs, **GREEDY)
     found = {path for path, module in model.named_modules() if quantised_weight(module) is not None}
-    in_step = f"{sum(not path.startswith('encoder.') for path in found)} linear layers that came as {layout}"
+    in_step = f"{sum(not path.startswith('encoder.') for path in found)} pre-quantised linear layers ({layout})"
     assert f"{in_step}, read by the step" in first_reason(model)
     ours = fused(model)
     with mock.patch.object(ops, "decode_low_bit_linear", wraps=ops.decode_low_bit_linear) as counted:
@@ -107,7 +107,7 @@ def test_a_layer_is_read_without_a_loss(layout: str, symmetric: bool, group: int
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_scales_and_biases_of_another_dtype(dtype: torch.dtype) -> None:
-    """A layer computes in its input's dtype, so the model's counts."""
+    """A layer computes in the dtype of its input, which is the model's."""
     model, dense = checkpoint(llama(), "GPTQ int4", dtype=dtype)
     inputs = prompt(model, 2, 5, seed=3)
     ours = fused(model)
@@ -119,7 +119,7 @@ def test_scales_and_biases_of_another_dtype(dtype: torch.dtype) -> None:
 
 
 def test_a_long_prompt_and_the_reference_decoder() -> None:
-    """More rows than the kernels take: one layer at a time is dequantised."""
+    """Prompts with more rows than the kernels take dequantise one layer at a time."""
     model, dense = checkpoint(llama(max_position_embeddings=128), "AWQ int4")
     inputs = prompt(model, 2, 50, seed=3)
     ours = fused(model)
@@ -200,8 +200,8 @@ def of_quantised_inputs(layer: nn.Module) -> None:
 REFUSED: dict[str, tuple[str, Callable[[nn.Module], object]]] = {
     "g_idx orders its groups by activations": ("GPTQ int4", out_of_order),
     "(GPTQ int8): only 4 bits are read": ("GPTQ int4", with_attributes(bits=8)),
-    "its forward has packed it anew for a kernel": ("GPTQ int4", with_attributes(linear_mode="inference")),
-    "its forward has packed it anew": ("AWQ int4", with_attributes(transformed=True)),
+    "its forward has repacked it for a kernel": ("GPTQ int4", with_attributes(linear_mode="inference")),
+    "its forward has repacked it": ("AWQ int4", with_attributes(transformed=True)),
     "its scales and qzeros have shapes (3, 96) and (3, 11)": ("AWQ int4", with_fewer_zeros),
     "it has an adapter": ("AWQ int4", with_attributes(adapter=object())),
     "its scales are torch.float64": ("AWQ int4", lambda layer: layer.double()),
@@ -254,7 +254,7 @@ def test_other_libraries_layers_are_named(name: str) -> None:
             module.__class__ = cls
     wanted = generate(copy.deepcopy(model), inputs, **GREEDY)
     reason = f"is a {cls.__name__} of {OTHERS[name]}, a layout that the decode step does not read"
-    assert "14 linear layers came quantised; transformers decodes" in first_reason(model)
+    assert "14 pre-quantised linear layers; transformers decodes" in first_reason(model)
     assert reason in first_reason(model)
     ours = fused(model)
     assert_same(generate(ours, inputs, **GREEDY), wanted)
@@ -272,7 +272,7 @@ def test_a_tensor_of_torchao_that_is_not_read() -> None:
 
 
 def test_a_part_that_is_not_quantised() -> None:
-    """Layers that read the same input are read together; others may be as they like."""
+    """Layers that read the same input must be quantised alike; other layers may differ."""
     inputs = prompt(llama(), 2, 5, seed=3)
     model, dense = checkpoint(llama(), "AWQ int4", keep=lambda path: "mlp" in path or is_head(path))
     assert_same(generate(fused(model), inputs, **GREEDY), generate(dense, inputs, **GREEDY))
@@ -287,13 +287,13 @@ def test_weights_of_a_model_that_came_quantised() -> None:
     model, _ = checkpoint(llama(), "torchao int8")
     config = {"generation": {"weights": "int8"}}
     assert "weights in int8: 1 of 15 linear layers" in first_reason(model, config)
-    assert "14 such as model.layers.0.self_attn.q_proj not: it came quantised (torchao int8)" in first_reason(
+    assert "14 such as model.layers.0.self_attn.q_proj not: it is pre-quantised (torchao int8)" in first_reason(
         model, config
     )
     ours = fuseopt.initialize(model, config)
     ours.generate(**prompt(model, 1, 5, seed=3), max_new_tokens=3)
     assert calls_of(ours)[-1].tier.value == "T0" and len(ours.generate.checked.step.head.low_bit) == 1
-    assert "14 linear layers that came as torchao int8" in str(fuseopt.report(ours))
+    assert "14 pre-quantised linear layers (torchao int8)" in str(fuseopt.report(ours))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -27,7 +27,7 @@ MODELS = {name: (DECODERS | ENCODER_DECODERS)[name] for name in ("llama", "gpt2"
 
 
 class RoundingLayer(DynamicLayer):
-    """A layer's cache that keeps what 8 bits hold of keys and values; a prompt attends to its own unrounded."""
+    """A layer's cache that rounds keys and values to 8 bits; a prompt attends to its own before rounding."""
 
     stored: torch.dtype
 
@@ -82,7 +82,7 @@ def test_tokens_are_those_of_a_cache_that_rounds(family: str, name: str, kind: s
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
 def test_steps_are_recorded(family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python calls the kernel for no step of a later call."""
+    """In later calls Python does not call the kernel: steps are recorded."""
     if loader.python_library() is None or loader.state("cpu").status != "loaded":
         pytest.skip("the libraries for the CPU and for Python are not loaded")
     model, seen = randomised(MODELS[family]()), []

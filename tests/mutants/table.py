@@ -657,7 +657,7 @@ _CHECKPOINT_TESTS = ("tests/generation/test_checkpoint_layouts.py",)
 
 
 def _misread(what: str, old: str, new: str, file: str = "fuseopt/modules/quantised.py") -> Mutant:
-    """A checkpoint that comes quantised is read otherwise than its own layers read it."""
+    """A mutant that reads a pre-quantised checkpoint differently from the checkpoint's own layers."""
     return Mutant(f"a quantised checkpoint: {what}", file, old, new, _CHECKPOINT_TESTS)
 
 
@@ -667,7 +667,7 @@ CHECKPOINTS = (
     _misread("groups that g_idx orders", "(g_idx == of_inputs // (inputs // groups)).all()", "True"),
     _misread("zero points of int8", "zeros is None or not bool(zeros.any())", "True"),
     _misread("layers of other groups together", "len({weight.format for weight in weights}) > 1", "False"),
-    _misread("weights packed anew by their forward", "_require(not repacked, layout", "_require(True, layout"),
+    _misread("weights repacked by their forward", "_require(not repacked, layout", "_require(True, layout"),
     _misread(
         "tensors that are written to",
         "self._tensors += [tensor for layer in self._came for part in layer.checkpoint for tensor in part.tensors]",

@@ -39,8 +39,8 @@ class Row:
         dtype: name of the model's dtype; "" means that of the run.
         lora: rank of LoRA adapters on all linear layers but the head, of random weights; 0 means none. Needs peft.
         merged: the adapters are merged into the weights.
-        prefix: tokens before `prompt`, the same in all calls, whose other tokens differ; 0 means the same prompts in
-            all calls.
+        prefix: tokens before `prompt` that all calls share; the tokens of `prompt` then differ between calls. 0 means
+            no prefix, and the same prompts in all calls.
     """
 
     model: str
@@ -77,7 +77,7 @@ class Row:
             f"ngram {self.ngram}" if self.ngram else "",
             "eos" if self.eos else "",
             f"LoRA {self.lora}{' merged' if self.merged else ''}" if self.lora else "",
-            f"after {self.prefix} seen before" if self.prefix else "",
+            f"prefix {self.prefix}" if self.prefix else "",
             dtype_name(self.dtype_in(dtype)),
         ]
         sizes = f"{self.batch} x ({self.prompt} + {self.new})"

@@ -36,7 +36,7 @@ def machine() -> dict[str, str]:
 
 
 def needs_gpu(what: str, device: torch.device) -> ConfigError:
-    """The error of a benchmark that was to run on another device than a GPU, with the fix."""
+    """The error for a benchmark `what` that needs a GPU and was given `device`, with the fix."""
     fix = "pass --device cuda" if torch.cuda.is_available() else "torch sees none here, and `fuseopt env` says more"
     return ConfigError(f"{what}: needs a GPU, not {device}; {fix}")
 

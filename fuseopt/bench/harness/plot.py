@@ -56,7 +56,11 @@ def save(results: Results, path: str | os.PathLike[str]) -> None:
 
 
 def colors_of(names: Iterable[str]) -> dict[str, str]:
-    """Name -> one of matplotlib's ten colors. The first name, which is stock's, shares its color with no other."""
+    """Name -> one of matplotlib's ten colors. No other name has the color of the first, which is stock.
+
+    Args:
+        names: at least one.
+    """
     first, *others = dict.fromkeys(names)
     return {first: "C0", **{name: f"C{1 + index % 9}" for index, name in enumerate(others)}}
 

@@ -57,7 +57,7 @@ class Record:
         share: share of all profiled time.
         largest_batch: rows of the largest batch that was tried and fits.
         weights_mib: memory of the parameters and of quantised copies of them.
-        kl: divergence of the next token's distribution from stock's over a text, in nats a token.
+        kl: Kullback-Leibler divergence of the next-token distribution from stock's over a text, in nats a token.
         same_top: share of the text's tokens whose most probable prediction is stock's.
         perplexity: of the text.
     """

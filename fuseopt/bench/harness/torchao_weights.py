@@ -16,12 +16,12 @@ NOT_INSTALLED = "torchao is not installed"
 
 
 def quantised(model: nn.Module, bits: int) -> nn.Module | str:
-    """A copy with weights in 8 or 4 bits that shares the other Parameters; or why there is none.
+    """A copy of `model` with weights in 8 or 4 bits, which shares the other Parameters; or why there is none.
 
-    torchao quantises `torch.nn.Linear`, and so of GPT-2 only the head.
+    torchao quantises `torch.nn.Linear` only, which in GPT-2 is the head alone. Layers of an encoder are not quantised.
 
     Args:
-        bits: 8, a scale an output; or 4, a scale for `GROUP` inputs.
+        bits: 8, with a scale for each output; or 4, with a scale for each `GROUP` inputs of an output.
     """
     if importlib.util.find_spec("torchao") is None:
         return NOT_INSTALLED
@@ -36,7 +36,7 @@ def quantised(model: nn.Module, bits: int) -> nn.Module | str:
             config = library.Int4WeightOnlyConfig(group_size=GROUP, **packing)
         library.quantize_(twin, config, filter_fn=functools.partial(_is_taken, bits))
     except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return f"torchao cannot: {str(error).splitlines()[0]}"
+        return f"torchao cannot quantise the model: {str(error).splitlines()[0]}"
     return twin
 
 
@@ -46,7 +46,7 @@ def _is_taken(bits: int, module: nn.Module, path: str) -> bool:
 
 
 def stored_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters, each counted once; of a quantised one those of the tensors that it holds."""
+    """Bytes of the parameters, each counted once; a quantised one counts with the tensors inside it."""
     return sum(tensor.nbytes for parameter in model.parameters() for tensor in _held(parameter))
 
 

@@ -210,8 +210,8 @@ def generate(inputs: Tensor, *, new_tokens_from: int | None = None, **kwargs: An
 
     Args:
         inputs: token ids [batch, length] int64, or features [batch, mels, frames] of audio in float32.
-        new_tokens_from: each call of a model has other ids from this position on; the n-th calls of all models have the
-            same. None for the same in every call.
+        new_tokens_from: each call of a model has new ids from this position on, which are equal in the n-th calls of
+            all models. None for the same ids in every call.
     """
     options = {"do_sample": False, **kwargs}
     calls: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()

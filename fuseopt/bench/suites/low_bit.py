@@ -1,4 +1,4 @@
-"""`fuseopt bench low-bit`: generate() with weights in 8 or 4 bits, and how well such models predict texts."""
+"""`fuseopt bench low-bit`: times of generate() with weights in 8 or 4 bits, and predictions of texts."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ CPU_ROWS = (Row("gpt2", 1, prompt=32, new=32), Row("t5-base", 1, prompt=32, new=
 GPU_ROWS = (Row("llama-3.2-1b", 1), Row("gpt2-xl", 1), Row("t5-large", 1))
 CHECKPOINT_SIZES: Mapping[str, Any] = {"batch": 1, "prompt": 32, "new": 32}
 TEXTS = ("held-out.txt", "prompts.txt")
-"""Beside the checkpoints: one that none of them was trained on, and one that they were."""
-# Tokens at the beginning of a line of a text: the prompt, and those after it, which are compared.
+"""Files beside the checkpoints: one on which no checkpoint was trained, and one on which some were."""
+# Tokens of a line: the prompt, and the tokens after it, whose predictions are compared.
 _PROMPT, _COMPARED = 8, 16
-# Steps of more than 64 rows would dequantise the weights.
+# Steps of more than 64 rows dequantise the weights, and would not run the kernels.
 _MOST_LINES = 48
 _ROUNDS = 5
 
@@ -62,7 +62,7 @@ def run(
         configs: `CONFIGS` by default.
         compile: also time stock and torchao's weights with transformers' static cache and torch.compile, which is the
             default on a GPU.
-        compile_seconds: a call that takes longer, which it does to compile, is not timed.
+        compile_seconds: a call of torch.compile that takes longer than this is not timed.
         checkpoints: a folder of checkpoint folders and `TEXTS`; by default examples/checkpoints, here or in the clone.
 
     Raises:
@@ -87,7 +87,7 @@ def run(
 
 @dataclass(frozen=True)
 class _Ways:
-    """A model in every way that is compared."""
+    """The variants of one model that are compared."""
 
     row: Row
     dtype: torch.dtype
@@ -96,7 +96,7 @@ class _Ways:
 
     @property
     def name(self) -> str:
-        """Of the model, without the folder that it is in."""
+        """The model's name, without its folder."""
         return Path(self.row.model).name
 
     @functools.cached_property
@@ -109,7 +109,7 @@ class _Ways:
 
     @functools.cached_property
     def models(self) -> Mapping[str, nn.Module | str]:
-        """By name, stock first; or why there is none."""
+        """Name of a variant -> its model, or why there is none. Stock is first."""
         stock = self.row.random_model(self.device, self.dtype) if self._saved is None else self._saved
         models: dict[str, nn.Module | str] = {STOCK: stock}
         for name, config in self.configs.items():
@@ -126,7 +126,7 @@ class _Times:
     """The times of a row: a Case.
 
     Attributes:
-        compile_seconds: with the static cache and torch.compile too, if they take no longer; None without them.
+        compile_seconds: the longest call with the static cache and torch.compile that is timed; None to leave it out.
     """
 
     ways: _Ways
@@ -180,7 +180,7 @@ class _Times:
 
 @dataclass(frozen=True)
 class _Text:
-    """How probable each way of a model finds the lines of a text, and how far from stock's its predictions are."""
+    """Perplexity of a text for each variant, and the divergence of its predictions from stock's."""
 
     ways: _Ways
     text: Path
@@ -217,7 +217,7 @@ def _logits(model: nn.Module, prompt: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _quantised_bytes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of a fused model's quantised weights, and of those that they were made from."""
+    """Bytes of a fused model's quantised weights, and of the weights that they were quantised from."""
     generate = quantising_generate(model)
     weights = None if generate is None else generate.checked.low_bit
     return (0, 0) if weights is None else (weights.quantised_bytes, weights.unquantised_bytes)

@@ -1,4 +1,4 @@
-"""`fuseopt bench own-ops`: host time of a call of a user's op, beside torch's own op of its kind."""
+"""`fuseopt bench own-ops`: host time of a call of a user's op, and of torch's op of the same kind."""
 
 from __future__ import annotations
 
@@ -68,12 +68,17 @@ OPS: Mapping[str, Callable[[str, str], Any]] = {
     "native": _native,
     "elementwise": _elementwise,
 }
-"""Ways to write the op, by its name; "native" is C++ on a CPU and a bare kernel on a GPU."""
+"""Name -> function that defines the op in that way. "native" is C++ on a CPU, and on a GPU a CUDA kernel without a host
+function."""
 
 
 @dataclass(frozen=True)
 class _Case:
-    """Calls whose first tensor requires a gradient, or not."""
+    """Calls of all ops with the same tensors.
+
+    Attributes:
+        with_autograd: whether the first tensor requires a gradient.
+    """
 
     with_autograd: bool
 
@@ -85,7 +90,10 @@ class _Case:
 def run(*, device: torch.device) -> Results:
     """Times calls until they return to the host; the baseline is `torch.addcmul`.
 
-    Each op is compared with it. Notes name the backend that `auto` takes, or say why an op cannot be built.
+    Notes name the backend that `auto` takes, or say why an op cannot be built.
+
+    Raises:
+        AssertionError: the result of an op differs from that of `torch.addcmul`.
     """
     made: dict[str, Any] = {}
     try:

@@ -1,4 +1,4 @@
-// Attention of queries to a head's cache: scores, softmax and weighted values, in turn. A cache of 8 bits is widened in
+// Attention of queries to a head's cache: scores, then softmax, then weighted values. Elements of 8 bits are widened in
 // registers. In the same namespace as decode_tiles_body.h.
 
 // e4m3.
@@ -15,7 +15,7 @@ inline Extended extended(const void* data) {
   return __builtin_convertvector(bytes, Extended);
 }
 
-// Numbers of a cache, as vectors of Math. Those of 8 bits have a scale, of which kUnit is a part.
+// Reads elements of a cache as vectors of Math. `read` of 8-bit elements must be multiplied by their scale and by kUnit.
 template <typename T>
 struct CacheElements {
   static constexpr float kUnit = 1;
@@ -34,7 +34,7 @@ struct CacheElements<int8_t> {
   }
 };
 
-// Exponent and mantissa move to their places in a half, whose exponent's bias is greater by 8.
+// Exponent and mantissa are shifted to those of a half, whose exponent bias is greater by 8: kUnit is 2^8.
 template <>
 struct CacheElements<Fp8> {
   static constexpr float kUnit = 256;
@@ -54,7 +54,7 @@ inline Vector<MathOf<T>> read_elements(const T* data, int64_t count) {
   return CacheElements<T>::read(padded);
 }
 
-// Of kQueries queries from `first_query` on, for which each key and value is widened once.
+// Attention of kQueries queries from `first_query` on, which widens each key and value once for all of them.
 template <typename T, int kQueries>
 class Attention {
  public:
@@ -73,12 +73,12 @@ class Attention {
 
  private:
   static constexpr int64_t kStep = kLanes<Math>;
-  // Vectors of a query's output at once: sums that do not wait for each other.
+  // Vectors of a query's output that are summed at once: independent sums hide the latency of the additions.
   static constexpr int kColumns = 4;
 
   bool is_attended(int64_t place) const { return a_.mask == nullptr || a_.mask[place]; }
 
-  // Of a place in the rows of a cache, in places.
+  // Offset of a place from the start of the cache, in places.
   int64_t index(int64_t place) const {
     const int64_t row = a_.ancestry == nullptr || place + 1 == a_.end ? a_.row : a_.ancestry[place];
     return row * a_.row_places + place;
@@ -88,7 +88,7 @@ class Attention {
     return scales == nullptr ? Math{1} : static_cast<Math>(scales[index] * CacheElements<T>::kUnit);
   }
 
-  // The places' weights, before values' scales, which sum up to 1; false if no place is attended to.
+  // Computes the softmax of the scores; false if no place is attended to.
   bool score() const {
     constexpr Math kLeast = -std::numeric_limits<Math>::infinity();
     Math highest[kQueries];
@@ -128,7 +128,7 @@ class Attention {
     return true;
   }
 
-  // Products of the queries with the keys of `count` places.
+  // Products of the queries with the keys of `count` places from `first` on.
   void multiply_keys(int64_t first, int64_t count, Math (&products)[kQueries][kStep]) const {
     Vector<Math> sums[kQueries][kStep];
     for (int64_t i = 0; i < kStep; ++i) {
@@ -155,7 +155,7 @@ class Attention {
     for (; d < a_.head_dim; d += kStep) add_columns<1>(d, std::min(kStep, a_.head_dim - d));
   }
 
-  // `last`: elements of the last vector.
+  // Sums kCount vectors of the output from element `d` on; `last`: elements of the last vector.
   template <int kCount>
   void add_columns(int64_t d, int64_t last) const {
     Vector<Math> sums[kQueries][kCount] = {};
@@ -186,7 +186,7 @@ class Attention {
 
 template <typename T>
 void attend_of(const HeadAttention& attention) {
-  constexpr int kMostQueries = FUSEOPT_VECTOR_BYTES == 64 ? 4 : 2;  // whose sums stay in registers
+  constexpr int kMostQueries = FUSEOPT_VECTOR_BYTES == 64 ? 4 : 2;  // the most whose sums stay in registers
   for_each_tile<kMostQueries>(attention.queries, [&](int64_t first, auto queries) {
     Attention<T, queries>(attention, first).run();
   });

@@ -111,7 +111,7 @@ struct Update {
   double softcap;
 };
 
-/// Of caches of 8 bits.
+/// Scales of caches of 8 bits, [batch, kv_heads, capacity] float32.
 struct Scales {
   Tensor keys, values;
   CacheDType dtype;
@@ -128,7 +128,7 @@ float quantize(const float* vector, int64_t n, CacheDType type, uint8_t* element
   float largest = 0;
   for (int64_t i = 0; i < n; ++i) {
     const float magnitude = std::abs(vector[i]);
-    if (!(magnitude <= largest)) largest = magnitude;  // NaN stays
+    if (!(magnitude <= largest)) largest = magnitude;  // true for NaN
     if (std::isnan(largest)) break;
   }
   const float scale = largest / most;
@@ -182,7 +182,7 @@ void attend_to(const Tensor& query, const Tensor& keys, const Tensor& values, co
   for (int64_t item = 0; item < items; ++item) longest = std::max(longest, lengths[item] + added_length);
   longest = std::min(longest, capacity);
 
-  // Heads that share keys are taken together, if there is work for all threads.
+  // Heads that share keys are computed together if that leaves work for all threads.
   const int64_t group = heads / kv_heads, threads = torch::stable::get_num_threads();
   const int64_t queries = rows * kv_heads >= threads ? group : 1;
   parallel(rows * heads / queries, 2 * queries * longest * head_dim, [&](int64_t first, int64_t last) {

@@ -43,13 +43,13 @@ struct LowBitProducts {
 
 /// Attention of queries of one row to the places [begin, end) of one head of a cache.
 struct HeadAttention {
-  DType dtype;             // of the caches, if they have the query's
+  DType dtype;             // of the caches, if `cache_dtype` is kAsQuery
   CacheDType cache_dtype;
   const void* query;  // [queries, head_dim] float or double, scaled
   int64_t queries;
   const void* keys;  // [rows, places, head_dim] of this head; rows are `row_places` places apart
   const void* values;
-  const float* key_scales;  // [rows, places], as far apart; null if the caches have the query's dtype
+  const float* key_scales;  // [rows, places], rows `row_places` apart; null if the caches have the query's dtype
   const float* value_scales;
   int64_t head_dim;
   int64_t row_places;

@@ -107,7 +107,7 @@ class PromptWork(Work[_S]):
 
     Args:
         forward: takes state, length and whether tokens of the prompts are masked.
-        start: the slot from which on `forward` runs the prompts.
+        start: the first slot of the tokens that `forward` runs.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class StepGraphs(Captures):
             uses two; 0 disables capture.
 
     Attributes:
-        prefixes: what is kept of earlier prompts; None for nothing.
+        prefixes: the prefix cache; None without one.
     """
 
     def __init__(self, max_graphs: int) -> None:
@@ -186,7 +186,7 @@ class StepGraphs(Captures):
             kept.clear()
 
     def give_back(self) -> None:
-        """`clear` because memory has run out."""
+        """`clear` after memory has run out; the next prompt does not use the prefix cache."""
         if self.prefixes is not None:
             self.drain()
             self.prefixes.give_back()

@@ -81,8 +81,8 @@ class Linear:
         sources: the modules that the weights belong to.
         low_bit: what the layer multiplies with in place of `weights`, quantised from them or read from `checkpoint`;
             empty without any.
-        checkpoint: how a checkpoint that comes quantised stores the weights. `weights` only stand in for these then,
-            with their shapes, dtype and device. Empty without any.
+        checkpoint: the weights as a pre-quantised checkpoint stores them; `weights` are then placeholders with their
+            shapes, dtype and device. Empty for other checkpoints.
     """
 
     weights: tuple[Tensor, ...]
@@ -105,7 +105,7 @@ class Linear:
         return tuple(dequantize(low, weight.dtype) for low, weight in zip(self.low_bit, self.weights, strict=True))
 
     def compute_in(self, dtype: torch.dtype) -> None:
-        """Sets the dtype of a layer that came quantised, whose modules follow that of their input."""
+        """Sets the dtype of a pre-quantised layer, whose module computes in the dtype of its input."""
         if self.checkpoint:
             self.weights = tuple(weight.stand_in(dtype) for weight in self.checkpoint)
             self.biases = tuple(bias.to(dtype) for bias in self.biases)
@@ -156,8 +156,12 @@ def _first_part(weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def linear_of(*modules: nn.Linear) -> Linear:
-    """The Linear of torch.nn.Linear modules, also inside LoRA layers, or of layers that came quantised. If one of them
-    has a bias, those without get a bias of zeros."""
+    """The Linear of torch.nn.Linear modules, also inside LoRA layers, or of pre-quantised layers. If one of them has a
+    bias, those without get a bias of zeros.
+
+    Raises:
+        UnreadableWeight: a layer is quantised in a format that is not read.
+    """
     checkpoint = quantised_weights(modules)
     weights = tuple(part.stand_in() for part in checkpoint) or tuple(module.weight for module in modules)
     biases = [module.bias for module in modules]
@@ -170,7 +174,11 @@ def linear_of(*modules: nn.Linear) -> Linear:
 
 
 def conv1d_of(module: nn.Module) -> Linear:
-    """The Linear of a Conv1D, whose weight is [in, out], also inside a LoRA layer, or of one that came quantised."""
+    """The Linear of a Conv1D, whose weight is [in, out], also inside a LoRA layer, or of a pre-quantised one.
+
+    Raises:
+        UnreadableWeight: as `linear_of`.
+    """
     checkpoint = quantised_weights([module])
     weight = checkpoint[0].stand_in() if checkpoint else module.weight.T
     low_rank = LowRank.of([LoraPart(module, 0, len(weight))], weight)
@@ -178,8 +186,11 @@ def conv1d_of(module: nn.Module) -> Linear:
 
 
 def halves_of(module: nn.Module) -> Linear:
-    """The Linear of both halves of a torch.nn.Linear's outputs, also inside a LoRA layer, or of one that came
-    quantised."""
+    """The Linear of both halves of a torch.nn.Linear's outputs, also inside a LoRA layer, or of a pre-quantised one.
+
+    Raises:
+        UnreadableWeight: as `linear_of`.
+    """
     checkpoint = tuple(half for whole in quantised_weights([module]) for half in whole.halves())
     first, second = (part.stand_in() for part in checkpoint) if checkpoint else module.weight.chunk(2)
     parts = [LoraPart(module, 0, len(first)), LoraPart(module, len(first), len(first) + len(second))]

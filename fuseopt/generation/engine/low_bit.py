@@ -1,4 +1,4 @@
-"""The low-bit weights that a decode step reads, quantised or read from a checkpoint, and when they are made anew."""
+"""The low-bit weights of a decode step: quantised here, or read from a pre-quantised checkpoint; kept up to date."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _reason(layer: Linear, paths: Sequence[str], options: LowBitOptions) -> str 
     if layer.low_rank is not None:
         return "it has LoRA adapters"
     if layer.checkpoint:
-        return f"it came quantised ({layer.checkpoint[0].layout})"
+        return f"it is pre-quantised ({layer.checkpoint[0].layout})"
     no_kernel = no_kernel_reason(layer.weights[0].device)
     if no_kernel is not None:
         return no_kernel
@@ -87,8 +87,8 @@ class QuantisedModule(NamedTuple):
 
     Attributes:
         path: of the module.
-        weights: [N, K] each, which together are the module's weight.
-        low_bit: what each is quantised to.
+        weights: parts of the module's weight along its outputs, [N, K] each.
+        low_bit: the quantised weight of each part.
         is_transposed: the module's weight is [K, N], as Conv1D has it.
     """
 
@@ -98,7 +98,7 @@ class QuantisedModule(NamedTuple):
     is_transposed: bool
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """The module's weight as the steps read it, in a new tensor."""
+        """The dequantised weight of the module in `dtype`, [N, K], or [K, N] for a Conv1D; a new tensor."""
         weight = torch.cat([dequantize(part, dtype) for part in self.low_bit])
         return weight.T.contiguous() if self.is_transposed else weight
 
@@ -106,13 +106,13 @@ class QuantisedModule(NamedTuple):
 class LowBitWeights:
     """The low-bit weights of one model's decode step. A weight that has not changed is not quantised or read again.
 
-    A change is seen by a tensor's address, its version and a sample of its values.
+    A changed weight has another address, another version or other sampled values.
 
     Args:
-        options: how to quantise the model's weights; None to read only those that came quantised.
+        options: how to quantise the model's weights; None to read pre-quantised weights only.
 
     Attributes:
-        unquantised_bytes: of the weights that are quantised, each counted once.
+        unquantised_bytes: bytes of the weights that `quantised_bytes` were made from, each counted once.
     """
 
     def __init__(self, options: LowBitOptions | None) -> None:
@@ -125,7 +125,7 @@ class LowBitWeights:
         self.unquantised_bytes = 0
 
     def put_into(self, choice: LowBitChoice | None, linears: Iterable[Linear]) -> None:
-        """Sets `low_bit` of the layers of `choice`, and of those of `linears` that came quantised."""
+        """Sets `low_bit` of the layers of `choice`, and of the pre-quantised layers of `linears`."""
         self._choice = LowBitChoice((), (), {}) if choice is None else choice
         self._came = [layer for layer in linears if layer.checkpoint]
         self._read = self._read_all()
@@ -163,10 +163,11 @@ class LowBitWeights:
         return made
 
     def versions(self) -> tuple[Hashable, ...]:
-        """Differs once a tensor that a low-bit weight was made from has been written to."""
+        """Versions and samples of the tensors that low-bit weights were made from: what a write changes."""
         return tuple(map(_content, self._tensors))
 
     def modules(self) -> Iterator[QuantisedModule]:
+        """The linear layers of the model that are quantised, without pre-quantised ones."""
         names = iter(self._choice.names)
         for layer in self._choice.layers:
             share = len(layer.weights) // len(layer.sources)
@@ -182,7 +183,7 @@ class LowBitWeights:
 
     @property
     def made_as(self) -> str:
-        """The options, if a weight is quantised, else "". Weights that came quantised do not count."""
+        """The options, if a weight is quantised, else "". Pre-quantised weights do not count."""
         return str(self.options) if self._made else ""
 
     def report_lines(self) -> Iterator[str]:
@@ -193,7 +194,7 @@ class LowBitWeights:
             size = sum(copies[place] for place in copies.keys() - stored.keys()) / 2**20
             yield (
                 f"{described(parts)}: {size:.1f} MiB of copies beside "
-                f"{sum(stored.values()) / 2**20:.1f} MiB of the checkpoint's"
+                f"{sum(stored.values()) / 2**20:.1f} MiB of the checkpoint's tensors"
             )
         if not self._made:
             return
@@ -204,7 +205,7 @@ class LowBitWeights:
 
 
 def _alike(weights: Sequence[LowBitWeight]) -> tuple[LowBitWeight, ...]:
-    """With zero points for all if any has them: 8 is what no zero point counts as."""
+    """`weights`; if only some have zero points, the others get zero points of 8, which change no value."""
     if len({low.zeros is None for low in weights}) == 1:
         return tuple(weights)
     return tuple(
@@ -218,6 +219,6 @@ def _key(weight: Tensor) -> Hashable:
 
 
 def _content(weight: Tensor) -> tuple[int | None, bytes]:
-    """Differs once a weight on a CPU has been written to."""
+    """Version of a weight on a CPU, None in inference mode, and its sampled values: what a write changes."""
     version = None if weight.is_inference() else weight._version
     return version, sample(weight).numpy().tobytes()

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class PromptAttention:
-    """Attention of each row's prompt to itself; its keys and values go into a cache, from slot `state.start` on.
+    """Attention of each row's prompt to itself and to the slots before `state.start`.
 
-    The tokens attend to the slots before that one too.
+    The keys and values of the prompts are written to a cache, from slot `state.start` on.
 
     Args:
         state: with the prompts.
@@ -81,7 +81,7 @@ class PromptAttention:
         """
         if isinstance(cache, Tensor):
             return self._project(stream, attention, cache)
-        # The prompt attends to its keys and values as they are computed; later tokens, to what 8 bits hold of them.
+        # The prompt attends to its unrounded keys and values; later tokens attend to the rounded ones.
         (rows, length), kv_heads, head_dim = self.size, cache.shape[2], cache.shape[4]
         computed = cache.scales.new_empty((2, rows, kv_heads, length, head_dim), dtype=self.dtype)
         attended = self._project(stream, attention, computed)

@@ -16,12 +16,12 @@ assert set(CACHE_DTYPES.values()) == LARGEST.keys()
 
 
 def not_quantised_reason(device: torch.device) -> str | None:
-    """Why caches on a device keep the model's dtype; None if they can have 8 bits."""
+    """Why caches on a device keep the model's dtype; None if they may be quantised."""
     return "kernels that read keys and values in 8 bits run on a CPU" if device.type == "cuda" else None
 
 
 class QuantizedCache(NamedTuple):
-    """In place of a layer's cache [2, rows, kv_heads, capacity, head_dim] of the model's dtype.
+    """A layer's cache in 8 bits, in place of a tensor [2, rows, kv_heads, capacity, head_dim] of the model's dtype.
 
     Attributes:
         elements: [2, rows, kv_heads, capacity, head_dim] int8 or float8_e4m3fn; keys, then values.

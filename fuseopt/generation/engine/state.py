@@ -116,11 +116,12 @@ class DecodeState:
     up to that one. A prefill reads the prompt from `ids` and `prompt_positions`, up to slot `slot`.
 
     Attributes:
-        dtype: of keys and values as they are computed.
+        dtype: of keys and values before they are quantised, which is the model's.
         cache: [layers, 2, rows, kv_heads, capacity, head_dim]; keys, then values.
-        scales: of a cache in 8 bits, float32 [layers, 2, rows, kv_heads, capacity]; else None.
+        scales: [layers, 2, rows, kv_heads, capacity] float32, of a cache in 8 bits; else None.
         rotary_tables: what a step derives from the slots' numbers, [capacity, any] float32 each.
-        cross_cache, cross_scales: the same of the encoder's output, for each of `items` and `cross_capacity`.
+        cross_cache: [layers, 2, items, heads, cross_capacity, head_dim], of the encoder's output.
+        cross_scales: [layers, 2, items, heads, cross_capacity] float32, of a `cross_cache` in 8 bits; else None.
         tokens, positions: [rows], of the tokens that the next step takes.
         slot: [1], the slot that the next step fills.
         keep: [rows, capacity], the slots that a row may attend to.
@@ -138,7 +139,7 @@ class DecodeState:
         beams: static tensors of beam search; None outside it.
         absorbed: AbsorbedCrossAttention of a single item, or None.
         may_pad: whether a prefill may be given more tokens a row than the prompts have.
-        start: how many slots of `cache` are filled before a prefill, which runs the tokens after them.
+        start: the slot at which a prefill begins; the prefix cache has filled those before it.
     """
 
     def __init__(self, sizes: Sizes, shape: CacheShape, vocab: int) -> None:

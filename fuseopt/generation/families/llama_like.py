@@ -137,7 +137,7 @@ class LlamaLikeStep(SpecStep):
     @classmethod
     def norm_of(cls, norm: nn.Module, like: Tensor) -> Norm:
         """Args:
-        like: a weight of the dtype and on the device of norms that have none.
+        like: a tensor with the dtype and the device of norms that have no weight.
         """
         eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
         return Norm(cls.norm_kind, norm.weight, getattr(norm, "bias", None), eps)

@@ -30,7 +30,7 @@ class KeyValueCache:
         cross: likewise of an encoder's output.
         keep: [rows, length] bool, False for tokens that are padding.
         cross_keep: [rows, encoder length] bool.
-        stored_dtype: int8 or float8_e4m3fn to round them as a cache in 8 bits does; None for no rounding.
+        stored_dtype: int8 or float8_e4m3fn to round keys and values as a cache in 8 bits does; None not to.
     """
 
     layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -44,15 +44,16 @@ class KeyValueCache:
         return self.layers[0][0].shape[2] if self.layers else 0
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds new tokens to a layer's cache; returns what they attend to: all of it.
+        """Adds new tokens to a layer's cache; returns the keys and values that they attend to.
 
-        Several tokens attend to their own keys and values without rounding.
+        These are the whole cache. Several tokens at once, a prompt, attend to their own before rounding.
         """
         before, stored = self.layers[layer : layer + 1], (self.rounded(keys), self.rounded(values))
         self.layers[layer : layer + 1] = [_joined(before, stored)]
         return self.layers[layer] if keys.shape[2] == 1 else _joined(before, (keys, values))
 
     def rounded(self, vectors: Tensor) -> Tensor:
+        """`vectors` [..., head_dim] quantised and dequantised; unchanged without a `stored_dtype`."""
         if self.stored_dtype is None:
             return vectors
         return dequantize_heads(*quantize_heads(vectors, self.stored_dtype), vectors.dtype)

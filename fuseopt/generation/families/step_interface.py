@@ -75,11 +75,11 @@ class DecodeStep(Protocol):
         ignores_encoder_mask: cross-attention attends to all of the encoder's output, whatever `attention_mask` says.
         takes_lora: linear layers of the model may be inside LoRA layers of peft (`fuseopt.modules.lora`); those of them
             whose updates the step adds are its `lora_layers`.
-        takes_quantized_cache: `shape.stored_dtype` may be set, and the step then reads and writes `state.layer_caches`.
-        takes_low_bit: `low_bit_choice`, `quantised_layers` and `quantize` are written, so weights may be in 8 or 4
-            bits, also those of a checkpoint that comes quantised (`fuseopt.modules.quantised`).
-        takes_prefix: `prefill` of a decoder-only model runs prompts from slot `state.start` on, so that what is before
-            may come from a PrefixCache.
+        takes_quantized_cache: `shape.stored_dtype` may be set, since the step uses `state.layer_caches`.
+        takes_low_bit: `low_bit_choice`, `quantised_layers` and `quantize` are implemented, so weights may be in 8 or 4
+            bits, also those of a pre-quantised checkpoint (`fuseopt.modules.quantised`).
+        takes_prefix: `prefill` of a decoder-only model runs prompts from slot `state.start` on; a PrefixCache may fill
+            the slots before it.
         is_quantised: `quantize` has found weights to quantise.
         token_embedding: [vocab, width], whose dtype and device tell whether the engine's kernels apply.
         shape: of the key-value cache, from which the engine makes a `DecodeState`.
@@ -135,7 +135,7 @@ class DecodeStep(Protocol):
 
     @classmethod
     def quantised_layers(cls, model: nn.Module) -> Sequence[Linear]:
-        """The linear layers that came quantised, of a model whose modules are those of `children`.
+        """The pre-quantised linear layers of a model whose modules are those of `children`.
 
         Raises:
             UnreadableWeight: a step cannot read them.

@@ -57,7 +57,7 @@ class CheckedStep:
         model: an instance of the step's `model_class`; referenced weakly.
         graphs: cleared when a step is rebuilt.
         low_bit: the low-bit weights, for a step that takes them; None to read the model's.
-        cache_dtype: of keys and values in 8 bits, for a step that takes them; None for the model's.
+        cache_dtype: int8 or float8_e4m3fn for keys and values, for a step that takes them; None for the model's dtype.
 
     Attributes:
         step: built from `model` by the first check that finds no reason against it; unset before.
@@ -163,10 +163,11 @@ class CheckedStep:
         return () if self.low_bit is None else self.low_bit.versions()
 
     def weight_versions(self) -> tuple[Hashable, ...] | None:
-        """Differs once a weight has been written to, or other adapters are active; None if that cannot be seen.
+        """Versions and samples of the weights, and the active adapters; None if a weight has no version.
 
-        `check` finds other changes. A write that changes no version, such as a fused optimizer's, is seen if it changes
-        one of about 100 sampled values of a weight. Waits for the device.
+        The result differs after a write to a weight. A write that changes no version, such as a fused optimizer's, is
+        seen if it changes a sampled value: at least 64 of each weight are. `check` finds other changes. Waits for the
+        device.
         """
         found = self._fingerprint
         assert found is not None, "there is a step"

@@ -59,7 +59,7 @@ class ModelFingerprint:
         watch: compares the modules with this walk faster than another walk; None if a module has hooks, which only a
             walk can examine.
         lora: the LoRA layers in the trees.
-        parameters: of the modules.
+        parameters: of the modules; of pre-quantised layers, the tensors that their forwards read.
     """
 
     reason: str | None
@@ -94,7 +94,7 @@ def fingerprint(
         children: the class that each module must have, see `fuseopt.modules.children`.
         before: an earlier result for the same arguments, returned if nothing has changed.
         takes_lora: linear layers may be inside LoRA layers.
-        takes_low_bit: linear layers may have come quantised.
+        takes_low_bit: linear layers may be pre-quantised.
     """
     if before is not None and before.watch is not None and before.watch.is_unchanged():
         return before

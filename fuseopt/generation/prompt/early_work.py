@@ -22,7 +22,7 @@ class EarlyPrompt:
         inputs: the caller's input_ids [rows, length], or the encoder's output that transformers was given.
         attention_mask: the caller's, of the prompt's shape, or None.
         state: as a prefill leaves it. If it is not the state that the call decodes in, it holds the prompt alone.
-        note: why the prompt was not captured in a CUDA graph, and what the prefix cache did.
+        note: for the report: why the prompt was not captured in a CUDA graph, and what the prefix cache did.
         first_token: the decoder's first input token in all rows; None for decoder-only models.
         run: the decoding of the call, whose first steps are queued after the prompt; None if none are.
     """

@@ -32,7 +32,8 @@ class Prefilled:
         pending: the first logits do not exist yet; a step on the prompt's only token has to compute them.
         has_ids: `state.ids` contains the prompt.
         was_early: the early prefill did all of this.
-        note: why the prompt was not captured in a CUDA graph, `UNQUANTISED_PROMPT`, what the prefix cache did.
+        note: for the report: why the prompt was not captured in a CUDA graph, `UNQUANTISED_PROMPT` if the prompt was
+            run so, and what the prefix cache did.
     """
 
     slots: int

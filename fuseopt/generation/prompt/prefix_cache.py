@@ -1,4 +1,4 @@
-"""PrefixCache: keys and values of how prompts begin, kept in blocks of tokens and reused by later calls."""
+"""PrefixCache: keys and values of prefixes of prompts, kept in blocks of tokens and reused by later calls."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _BLOCK_BYTES = BLOCK * torch.int64.itemsize
 _MIB = 2**20
 
 _Key = tuple[int, bytes]
-"""The number of the block before, 0 for none, and the token ids of the block. Equal keys have equal ids from position 0
-on, since no two blocks have the same number."""
+"""The number of the previous block, 0 for none, and the token ids of the block. Equal keys mean equal ids from position
+0 on, since no two blocks have the same number."""
 
 
 class _Block(NamedTuple):
-    """A block that is kept: its number, and its place in the pool."""
+    """A cached block: its number, and its place in the pool."""
 
     number: int
     place: int
 
 
 class _Row(NamedTuple):
-    """One prompt: how many masked tokens are before it, its ids as bytes of int64, and the places of its blocks."""
+    """One prompt: the masked tokens before it, its ids as bytes of int64, and the places of its cached blocks."""
 
     padding: int
     ids: bytes
@@ -40,11 +40,11 @@ class _Row(NamedTuple):
 
 
 class PrefixMatch(NamedTuple):
-    """What is kept of the prompts of a call.
+    """The cached prefixes of the prompts of a call.
 
     Attributes:
-        start: how many slots of the state are filled from the cache, padding before the prompts included.
-        saved: tokens of all rows that are not run for that.
+        start: how many slots of the state are filled from the cache, with the padding before the prompts.
+        saved: tokens of all rows that need not run.
         rows: the prompts.
     """
 
@@ -59,16 +59,16 @@ class PrefixMatch(NamedTuple):
 
 
 class PrefixCache:
-    """Keys and values of the prompts that a model has run, in blocks of 16 tokens, least recently used evicted first.
+    """LRU cache of keys and values of prompts, in blocks of 16 tokens.
 
-    A block is found by its token ids and those of all blocks before it, which are compared and not only hashed. So keys
-    and values are those of the same tokens at the same positions. All blocks are in one pool, allocated when the first
-    prompt is kept. Source: the block tables of PagedAttention (Kwon et al. 2023, arXiv 2309.06180), whose blocks
-    are here copied to the state of a call.
+    A block is looked up by its token ids and those of all blocks before it, which are compared and not only hashed. Its
+    keys and values are therefore those of the same tokens at the same positions. All blocks are in one pool, allocated
+    when the first prompt is cached. Source: the block tables of PagedAttention (Kwon et al. 2023, arXiv 2309.06180);
+    here blocks are copied to the state of a call.
 
     Args:
-        mebibytes: size of the pool at most.
-        weight_versions: differs if the weights do; None if that cannot be known.
+        mebibytes: largest size of the pool.
+        weight_versions: returns a value that changes with the weights; None if changes cannot be seen.
 
     Attributes:
         shape: of the model's cache, from the first prompt on.
@@ -84,25 +84,25 @@ class PrefixCache:
         self.clear()
 
     def __len__(self) -> int:
-        """How many blocks are kept."""
+        """How many blocks are cached."""
         return len(self._blocks)
 
     def clear(self) -> None:
         """Drops all blocks, and frees the pool."""
-        # The last used last. A block is used after those that follow it, so that those are evicted before.
+        # The last used is last. A block is used after the blocks that follow it, so those are evicted first.
         self._blocks: OrderedDict[_Key, _Block] = OrderedDict()
         self._free: list[int] = []
         self._pool: Tensor | None = None
 
     def give_back(self) -> None:
-        """Frees the pool because memory has run out; the next prompt is run without it."""
+        """Frees the pool after memory has run out; the next prompt runs without it."""
         self._skips_next = self._skips_next or self._pool is not None
         self.clear()
 
     def find(
         self, shape: CacheShape, input_ids: Tensor, keep: Tensor | None, positions: Tensor | None
     ) -> PrefixMatch | str:
-        """How much of each prompt is kept, or why the cache is not used. Waits for the device.
+        """The cached prefix of each prompt, or why the cache is not used. Waits for the device.
 
         Args:
             shape: of the model's cache.
@@ -113,12 +113,12 @@ class PrefixCache:
             return "a prompt attends to its keys and values before they are rounded to 8 bits"
         if self._skips_next:
             self._skips_next = False
-            return "it was given back, as memory ran out"
+            return "its memory was freed, since memory ran out"
         if not self.capacity:
-            return f"a block takes {shape.bytes_per_slot * BLOCK / _MIB:.2f} MiB"
+            return f"a block takes {shape.bytes_per_slot * BLOCK / _MIB:.2f} of {self.mebibytes} MiB"
         versions = self._weight_versions()
         if versions is None:
-            return "weights made in inference mode do not show that they are written to"
+            return "writes to weights made in inference mode cannot be seen"
         if versions != self._versions:
             self.clear()
             self._versions = versions
@@ -130,7 +130,7 @@ class PrefixCache:
         for ids, padding in zip(input_ids.cpu().to(torch.int64), paddings, strict=True):
             held = ids[padding:].numpy().tobytes()
             rows.append(_Row(padding, held, [self._blocks[key].place for key in self._chain(held)]))
-        # The first logits need one token that is run.
+        # At least one token runs, since it gives the first logits.
         start = min(length - 1, *(row.padding + BLOCK * len(row.places) for row in rows))
         saved = sum(max(0, start - row.padding) for row in rows)
         self._calls, self._hits, self._saved = self._calls + 1, self._hits + bool(saved), self._saved + saved
@@ -140,21 +140,21 @@ class PrefixCache:
         """Fills the first `match.start` slots of `state.cache`, and sets `state.start`."""
         state.start = match.start
         for row, cache in zip(match.rows, state.cache.unbind(2), strict=True):
-            # What padding holds is multiplied by 0, and 0 * NaN is NaN.
+            # Attention multiplies the values of padding by 0, and 0 * NaN is NaN.
             cache[:, :, :, : min(row.padding, match.start)].zero_()
             kept = cache[:, :, :, row.padding : match.start]
             for slots, pooled in _pairs(self._pool, row.places, kept):
                 store(slots, pooled)
 
     def store(self, match: PrefixMatch, state: DecodeState) -> str:
-        """Keeps the blocks of the prompts in `state` that are not kept yet; returns why it could not, or ""."""
+        """Caches the blocks of the prompts in `state` that are not cached yet; returns why it could not, or ""."""
         if self._pool is None and any(len(row.ids) >= _BLOCK_BYTES for row in match.rows):
             try:
                 self._allocate(state)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                return f"there was no memory for {self.mebibytes} MiB"
+                return f"there was no memory for a prefix cache of {self.mebibytes} MiB"
         for row, cache in zip(match.rows, state.cache.unbind(2), strict=True):
             first, places = self._insert(row.ids)
             for slots, pooled in _pairs(self._pool, places, cache[:, :, :, row.padding + first * BLOCK :]):
@@ -162,7 +162,7 @@ class PrefixCache:
         return ""
 
     def report_lines(self) -> Iterator[str]:
-        """What is kept and what that has saved; nothing before the first prompt."""
+        """The size of the cache and the prompt tokens reused so far; nothing before the first prompt."""
         if self.shape is not None:
             held = len(self) * BLOCK * self.shape.bytes_per_slot / _MIB
             yield (
@@ -172,19 +172,20 @@ class PrefixCache:
 
     @property
     def capacity(self) -> int:
-        """How many blocks the pool has."""
+        """The most blocks that fit into the pool."""
         assert self.shape is not None
         return self.mebibytes * _MIB // (self.shape.bytes_per_slot * BLOCK)
 
     def _allocate(self, state: DecodeState) -> None:
         layers, two, _, heads, _, head_dim = state.cache.shape
-        # Written to in any mode. On a CPU the system provides a page when it is first written.
+        # A tensor made in inference mode cannot be written to outside it. On a CPU the system provides a page when it
+        # is first written.
         with torch.inference_mode(False):
             self._pool = state.cache.new_empty(layers, two, heads, self.capacity * BLOCK, head_dim)
         self._free = list(reversed(range(self.capacity)))
 
     def _chain(self, ids: bytes) -> list[_Key]:
-        """The keys of the blocks that `ids` begin with, as far as they are kept."""
+        """The keys of the longest chain of cached blocks that `ids` begin with."""
         found, number = [], 0
         for key_ids in _split(ids):
             block = self._blocks.get((number, key_ids))
@@ -195,10 +196,10 @@ class PrefixCache:
         return found
 
     def _insert(self, ids: bytes) -> tuple[int, Sequence[int]]:
-        """Marks the blocks of a prompt as used, and makes those that are not kept, as many as the pool has.
+        """Marks the blocks of a prompt as used, and adds those that are not cached, as many as fit into the pool.
 
         Returns:
-            how many were kept, and the places of those after them.
+            how many blocks were cached, and the places of the added ones, which follow them.
         """
         chain = self._chain(ids)
         first, number = len(chain), self._blocks[chain[-1]].number if chain else 0
@@ -227,8 +228,10 @@ def _split(ids: bytes) -> Iterator[bytes]:
 
 
 def _pairs(pool: Tensor | None, places: Sequence[int], slots: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of `slots` [layers, 2, kv_heads, any, head_dim] and of the pool that belong together; neighbouring places
-    are one view. `slots` may end before the last block does."""
+    """Pairs of views of `slots` [layers, 2, kv_heads, any, head_dim] and of the pool, of equal shapes.
+
+    Blocks in neighbouring places share one pair. `slots` may end within the last block.
+    """
     begin, length = 0, slots.shape[3]
     for _, group in itertools.groupby(enumerate(places), lambda item: item[1] - item[0]):
         run = list(group)
@@ -240,7 +243,7 @@ def _pairs(pool: Tensor | None, places: Sequence[int], slots: Tensor) -> Iterato
 
 
 def _paddings(input_ids: Tensor, keep: Tensor | None, positions: Tensor | None) -> list[int] | str:
-    """How many tokens before each prompt are masked; or why keys and values depend on more than ids and positions."""
+    """Masked tokens before each prompt; or why the prompts' keys and values depend on more than ids and positions."""
     rows, length = input_ids.shape
     slots, counts = torch.arange(length, device="cpu"), torch.full((rows,), length, device="cpu")
     if keep is not None:

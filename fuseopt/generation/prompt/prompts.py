@@ -25,7 +25,7 @@ def run_forward(
     """Runs `forward` on the prompts in `state`, padded to their length class if such prompts are captured.
 
     Args:
-        length: tokens a prompt to run, those after slot `start`.
+        length: tokens a prompt to run, from slot `start` on.
 
     Returns:
         why the prompt could not be captured, empty if it was or no capture was tried.
@@ -50,14 +50,13 @@ def run_tokens(
     keep: Tensor | None,
     positions: Tensor | None,
 ) -> str:
-    """Runs the prompts of a decoder-only model, but for what the prefix cache has of them.
+    """Runs the prompts of a decoder-only model, without the prefixes that the prefix cache has.
 
     Args:
         input_ids, keep, positions: as for `DecodeState.load_prompt`.
 
     Returns:
-        why the prompt could not be captured and what the prefix cache did, for the report; empty if there is nothing to
-        say.
+        for the report: why the prompt could not be captured, and what the prefix cache did; empty if neither.
     """
     (rows, length), prefixes = input_ids.shape, graphs.prefixes
     state.load_prompt(input_ids, keep, positions)
@@ -73,7 +72,7 @@ def run_tokens(
 
 
 def joined_notes(*notes: str) -> str:
-    """Notes for the report, without those that are empty."""
+    """Notes for the report, joined by "; ", without empty ones."""
     return "; ".join(filter(None, notes))
 
 

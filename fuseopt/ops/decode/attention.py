@@ -72,7 +72,15 @@ def attend(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Attention in plain PyTorch, in float32 or float64; the caches may have another dtype than `query`."""
+    """`decode_attention`, with window and softcap, in plain PyTorch; computes in float32, or float64 for such a query.
+
+    Args:
+        query: [rows, heads, head_dim].
+        key_cache, value_cache: [batch, kv_heads, capacity, head_dim], of any floating-point dtype.
+
+    Returns:
+        [rows, heads * head_dim], `query`'s dtype.
+    """
     rows, heads, head_dim = query.shape
     batch, kv_heads, capacity, _ = key_cache.shape
     dtype = compute_dtype(query)
@@ -114,7 +122,11 @@ def check(
     bias: Tensor | None,
     cache_dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> None:
-    """Raises ValueError or TypeError unless these fit together; `cache_dtypes` of the caches, None for query's."""
+    """Raises ValueError or TypeError unless these can be arguments of one call of `decode_attention`.
+
+    Args:
+        cache_dtypes: allowed dtypes of the caches, which must be equal; None for `query`'s.
+    """
     if query.dim() != 3 or key_cache.dim() != 4:
         raise ValueError(
             "query must be [rows, heads, head_dim] and key_cache [batch, kv_heads, capacity, head_dim], not"
@@ -161,7 +173,11 @@ def check_update(
     bias: Tensor | None = None,
     cache_dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> None:
-    """Raises ValueError or TypeError unless these can be the query, key, value and caches of one step."""
+    """Raises ValueError or TypeError unless these can be the query, key, value and caches of one step.
+
+    Args:
+        cache_dtypes: as in `check`.
+    """
     check(query, key_cache, value_cache, positions, starts, mask, bias, cache_dtypes)
     kv_shape = torch.Size((query.shape[0], key_cache.shape[1], query.shape[2]))
     for name, tensor in (("key", key), ("value", value)):
@@ -176,7 +192,7 @@ def check_update(
 def check_options(
     query: Tensor, key_cache: Tensor, positions: Tensor, ancestry: Tensor | None, window: int, softcap: float
 ) -> None:
-    """Raises ValueError or TypeError unless an update can have these options."""
+    """Raises ValueError or TypeError unless these can be options of `decode_attention_`."""
     if window < 0 or softcap < 0:
         raise ValueError(f"window and softcap must be positive, or 0 for none, not {window} and {softcap}")
     if ancestry is not None:

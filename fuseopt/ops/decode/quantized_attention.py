@@ -1,7 +1,7 @@
 """Attention of a decode step over a cache of keys and values in 8 bits, with a scale for each head and token.
 
-At long contexts attention takes as long as reading the cache. A scale for each token, and not for each channel, lets a
-step quantise its own key and value without knowing others (Liu et al. 2024, arXiv 2402.02750, compare both).
+At long contexts attention is bound by reading the cache. With a scale for each token, and not for each channel, a step
+can quantise its own key and value without knowing others (Liu et al. 2024, arXiv 2402.02750, compare both).
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from fuseopt.ops.decode.head_rotation import HeadRotation
 from fuseopt.ops.library import check_shape, compute_dtype, define
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""By the dtype of a quantized cache, its largest number that is used."""
+"""Dtype of a quantised cache -> the largest number that `quantize_heads` stores."""
 
 
 def _fake(query: Tensor, *further: object) -> Tensor:
@@ -44,7 +44,8 @@ def quantize_heads(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
     A scale is the vector's largest magnitude divided by 127 (int8) or 448 (float8_e4m3fn), so no element is clipped.
     The error of an element is at most half a scale (int8), or the greater of 1/16 of the element and 2**-10 scales
-    (float8_e4m3fn). A vector with NaN or infinity becomes zeros with a scale of NaN or infinity: NaN again.
+    (float8_e4m3fn). A vector with NaN or infinity becomes zeros with a scale of NaN or
+    infinity, which dequantise to NaN.
 
     Args:
         vectors: [..., head_dim], floating point.
@@ -52,6 +53,9 @@ def quantize_heads(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
     Returns:
         [..., head_dim] of `dtype`, and float32 scales [...].
+
+    Raises:
+        KeyError: another `dtype`.
     """
     largest = LARGEST[dtype]
     wide = vectors.float()
@@ -63,7 +67,16 @@ def quantize_heads(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 
 def dequantize_heads(quantized: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """`quantized` [..., head_dim] in 8 bits times `scales` [...], rounded to `dtype`."""
+    """The inverse of `quantize_heads`, up to rounding.
+
+    Args:
+        quantized: [..., head_dim], int8 or float8_e4m3fn.
+        scales: [...], float32.
+        dtype: of the result. The product is computed in float32, or in float64 for float64.
+
+    Returns:
+        [..., head_dim] of `dtype`.
+    """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return (quantized.to(wide) * scales[..., None]).to(dtype)
 
@@ -91,7 +104,7 @@ def decode_quantized_attention(
     """`decode_attention` over a cache that `quantize_heads` has rounded to 8 bits.
 
     Args:
-        query: as in `decode_attention`; for float64, and on a GPU, "auto" is the reference.
+        query: [rows, heads, head_dim], as in `decode_attention`; for float64, and on a GPU, "auto" is the reference.
         key_cache, value_cache: [batch, kv_heads, capacity, head_dim], int8 or float8_e4m3fn.
         key_scales, value_scales: [batch, kv_heads, capacity], float32, not negative.
         lengths, starts, mask, bias, scale, pdl: as in `decode_attention`.
@@ -145,10 +158,10 @@ def decode_quantized_attention_(
     """`decode_attention_` with a cache in 8 bits.
 
     The new key and value are quantised, as by `quantize_heads`, after norm, rotation and rounding to their dtype. The
-    query attends to what 8 bits hold of them.
+    query attends to the quantised ones.
 
     Args:
-        query, key, value: as in `decode_attention_`, any strides.
+        query: [rows, heads, head_dim]; key, value: [rows, kv_heads, head_dim]; as in `decode_attention_`, any strides.
         key_cache, value_cache: [rows, kv_heads, capacity, head_dim], int8 or float8_e4m3fn, contiguous. Written to.
         key_scales, value_scales: [rows, kv_heads, capacity], float32, contiguous. Written to.
         positions and all options: as in `decode_attention_`.
@@ -216,7 +229,7 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
     def integers(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
-    stored = torch.int8  # for float8 torch lacks operations that the tests of all ops use
+    stored = torch.int8  # torch lacks operations on float8 that the tests of all ops use
     yield registry.SampleInput((make(4, 6, 64), *caches(stored, 4, 2, 37, 64), integers(37)), {"scale": 0.125})
     options = {"starts": integers(3, 0), "bias": make(2, 9)}
     yield registry.SampleInput((make(6, 2, 80), *caches(stored, 2, 2, 20, 80), integers(20, 0)), options)

@@ -1,4 +1,4 @@
-"""bench low-bit: quantised steps beside stock and torchao, with their bytes, and what they change in a text."""
+"""bench low-bit: times and bytes of quantised steps, stock and torchao, and their predictions of a text."""
 
 import math
 import sys
@@ -24,7 +24,7 @@ INT8 = {"int8": {"generation": {"weights": "int8"}}}
 
 @pytest.fixture
 def torchao(monkeypatch):
-    """A library of that name that rounds the weights it is given, in place; which those were."""
+    """A stand-in for torchao that rounds weights in place; records the weights that it was given."""
     seen = {}
 
     def quantize_(model, config, filter_fn):
@@ -76,7 +76,7 @@ def test_a_model_is_timed_in_each_way(torchao, monkeypatch):
     theirs, missing = of(results, "torchao int8 weights"), of(results, "torchao int4 weights")
     assert theirs.milliseconds and theirs.weights_mib > mib and theirs.of_floor is None
     assert "lm_head" in torchao and not any(path.startswith("encoder.") for path in torchao)
-    assert missing.note == "torchao cannot: Requires mslk >= 1.0.0" and not missing.failed
+    assert missing.note == "torchao cannot quantise the model: Requires mslk >= 1.0.0" and not missing.failed
 
 
 def test_a_checkpoint_predicts_texts(monkeypatch):

@@ -1,4 +1,4 @@
-"""bench own-ops: host times of a user's op, beside torch's own."""
+"""bench own-ops: host times of a user's op and of torch's."""
 
 import torch
 

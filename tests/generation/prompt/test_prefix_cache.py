@@ -1,4 +1,4 @@
-"""Prompts that begin alike: the tokens of transformers, and only tokens run that the prefix cache does not have."""
+"""The prefix cache: tokens are those of transformers, and only tokens that are not cached run."""
 
 import gc
 import re
@@ -127,7 +127,7 @@ def test_random_prompts_that_share_random_prefixes(name, monkeypatch):
     stock = MODELS[name]()
     fuseopt.initialize(model, CONFIG)
     part = st.tuples(st.integers(1, 40), st.integers(0, 2))
-    # So few that blocks are evicted all the time.
+    # A capacity so small that blocks are evicted in most calls.
     monkeypatch.setattr(PrefixCache, "capacity", 12)
 
     @sweep(30)
@@ -153,7 +153,7 @@ def last_note(model):
 
 
 def assert_as_stock(model, inputs, **kwargs):
-    """The call has the tokens that it has after `restore`, of a model that generates as it does now."""
+    """Compares the tokens of a call with those of the restored model."""
     got = generate(model, inputs, max_new_tokens=4, **kwargs)
     options = {"max_new_tokens": 4, **kwargs}
     with fuseopt.fused(model, {"generation": {"enable": True}}):
@@ -254,7 +254,7 @@ def test_memory_that_runs_out_takes_it_back(llama, ran, monkeypatch):
         generate(model, inputs, max_new_tokens=90), generate(MODELS["llama"](), inputs, max_new_tokens=90)
     )
     assert pool() is None and ran == [(0, 49)] * 2
-    assert "the prefix cache was not used: it was given back, as memory ran out" in last_note(model)
+    assert "the prefix cache was not used: its memory was freed, since memory ran out" in last_note(model)
     assert calls_of(model)[-1].tier is Tier.DEVICE_LOOP
     monkeypatch.undo()
 
@@ -268,7 +268,8 @@ def test_a_pool_without_memory_is_said(llama, monkeypatch):
     monkeypatch.setattr(PrefixCache, "_allocate", failing)
     for _ in range(2):
         generate(model, inputs, max_new_tokens=2)
-        assert "there was no memory for 8 MiB" in last_note(model) and calls_of(model)[-1].tier is Tier.DEVICE_LOOP
+        assert "there was no memory for a prefix cache of 8 MiB" in last_note(model)
+        assert calls_of(model)[-1].tier is Tier.DEVICE_LOOP
 
 
 def _hole(model, inputs):
@@ -327,7 +328,7 @@ def test_weights_made_in_inference_mode_are_not_trusted():
         model = MODELS["llama"]()
     fuseopt.initialize(model, CONFIG)
     generate(model, prompts([(40, 1)]), max_new_tokens=2)
-    assert "weights made in inference mode do not show that they are written to" in last_note(model)
+    assert "writes to weights made in inference mode cannot be seen" in last_note(model)
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
@@ -353,12 +354,12 @@ def test_plan_says_for_whom():
 
 def test_a_pool_smaller_than_a_block_is_said():
     cache, of = PrefixCache(1, lambda: 0), (torch.float32, torch.device("cpu"))
-    assert cache.find(CacheShape(8, 8, 132, *of), tokens(20, 1), None, None) == "a block takes 1.03 MiB"
+    assert cache.find(CacheShape(8, 8, 132, *of), tokens(20, 1), None, None) == "a block takes 1.03 of 1 MiB"
     assert cache.find(CacheShape(8, 8, 128, *of), tokens(20, 1), None, None).start == 0
 
 
 class Prompts:
-    """A PrefixCache of so many blocks, and a state whose keys and values are its tokens and their positions."""
+    """A PrefixCache of a number of blocks, and a state whose keys and values are its tokens and their positions."""
 
     def __init__(self, blocks):
         # A block of 1 MiB.
@@ -366,7 +367,7 @@ class Prompts:
         self.version, self.cache = 0, PrefixCache(blocks, lambda: self.version)
 
     def __call__(self, *parts):
-        """Runs a prompt; returns how many of its tokens were kept."""
+        """Runs a prompt; returns how many of its tokens were cached."""
         ids = prompts(parts)["input_ids"].cpu()
         length = ids.shape[1]
         state = DecodeState(Sizes(1, length + 1), self.shape, 5)
@@ -388,7 +389,7 @@ def test_the_least_recently_used_block_goes_first_and_the_last_of_a_prompt_befor
     assert run((16, 4), (1, 0)) == 0  # takes the place of its last block
     assert run((32, 1), (1, 0)) == 32 and run((32, 3), (1, 0)) == 32
     assert run((32, 2), (1, 0)) == 16 and len(run.cache) == 6
-    # Prompt 4 has been the oldest, and has gone for the last block of prompt 2.
+    # The block of prompt 4 was the oldest, and was evicted for the last block of prompt 2.
     assert run((16, 4), (1, 0)) == 0
 
 

@@ -69,7 +69,7 @@ def test_a_vector_that_is_not_finite_stays_so(stored: torch.dtype, bad: float) -
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("beams", [1, 2])
 def test_a_step_is_that_of_the_dequantised_cache(stored: torch.dtype, beams: int) -> None:
-    """decode_attention_, with the new key and value replaced by what 8 bits hold of them; and only its slot changes."""
+    """The result is that of decode_attention_ with the rounded key and value, and only their slot changes."""
     torch.manual_seed(0)
     rows, heads, kv_heads, head_dim, capacity, slot = 4, 6, 2, 20, 9, 5
     query, key, value = (torch.randn(rows, count, head_dim) for count in (heads, kv_heads, kv_heads))
@@ -173,7 +173,7 @@ def test_kernel_against_float64(
     threads: int,
     seed: int,
 ) -> None:
-    """`spread`: of the logarithms of the vectors' magnitudes, from which the values' scales differ.
+    """`spread`: of the logarithms of the vectors' magnitudes, so that scales differ.
 
     Heads that share keys are taken together or not, by the number of `threads`.
     """
@@ -202,7 +202,7 @@ def test_kernel_against_float64(
     with RawCalls() as raw, _threads(threads):
         output = decode_quantized_attention_(*step, *caches, places, **options, backend="cpu")
     assert raw.names() == ["decode_quantized_attention_.default"]
-    # float64 attends to what the kernel wrote: a rotated key may be rounded to a neighbouring number of 8 bits.
+    # The float64 reference reads the cache that the kernel wrote: a rotated key may round to a neighbouring value.
     for mine, reference in zip(in_float64(caches), in_float64(tuple(plain_caches)), strict=True):
         new = mine[:, :, slot], reference[:, :, slot]
         torch.testing.assert_close(*new, rtol=0.14, atol=float(new[1].abs().max()) * 0.02)
@@ -243,7 +243,7 @@ def test_kernel_of_an_encoders_cache(stored: torch.dtype, head_dim: int) -> None
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_rounds_as_pytorch_does(dtype: torch.dtype, stored: torch.dtype) -> None:
-    """To the bit; zeros, the smallest numbers, NaN and infinity too."""
+    """Bitwise equal, also for zeros, subnormal numbers, NaN and infinity."""
     torch.manual_seed(0)
     rows, heads, head_dim = 61, 3, 40
     key, value = (torch.randn(2, rows, heads, head_dim) * torch.logspace(-44, 37, rows)[:, None, None]).to(dtype)
