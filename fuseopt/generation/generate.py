@@ -112,7 +112,8 @@ class FusedGenerate:
         if step_class.takes_quantized_cache and options.cache_dtype is not None:
             cache_dtype = CACHE_DTYPES[options.cache_dtype]
         self.checked = CheckedStep(model, step_class, self.graphs, low_bit, cache_dtype)
-        if options.prefix_cache_mib and step_class.takes_prefix and not model.config.is_encoder_decoder:
+        # Also for an encoder-decoder, which leaves it empty: an unpickled model has no config here.
+        if options.prefix_cache_mib and step_class.takes_prefix:
             self.graphs.prefixes = PrefixCache(options.prefix_cache_mib, self.checked.weight_versions)
         self.early_prefill = EarlyPrefill(self.checked, self.graphs, self.options.max_batch, self.options.max_length)
         self.proxy = CachingModelProxy(model)

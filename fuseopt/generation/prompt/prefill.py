@@ -72,7 +72,7 @@ def prefill(
     if not is_token_prompt(step, model, input_ids, config, model_kwargs) or (keep is not None and length == 1):
         step.begin()
         notes = [UNQUANTISED_PROMPT] if step.is_quantised else []
-        if graphs.prefixes is not None:
+        if graphs.prefixes is not None and not encodes:
             notes.append("the prefix cache was not used: the model's own forward ran the prompt")
         note = joined_notes(*notes)
         prefilled = replace(_by_the_model(model, state, input_ids, config, model_kwargs), note=note)

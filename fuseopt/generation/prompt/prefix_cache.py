@@ -147,19 +147,15 @@ class PrefixCache:
                 store(slots, pooled)
 
     def store(self, match: PrefixMatch, state: DecodeState) -> str:
-        """Caches the blocks of the prompts in `state` that are not cached yet; returns why it could not, or ""."""
-        if self._pool is None and any(len(row.ids) >= _BLOCK_BYTES for row in match.rows):
-            try:
-                self._allocate(state)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                return f"there was no memory for a prefix cache of {self.mebibytes} MiB"
-        for row, cache in zip(match.rows, state.cache.unbind(2), strict=True):
-            first, places = self._insert(row.ids)
-            for slots, pooled in _pairs(self._pool, places, cache[:, :, :, row.padding + first * BLOCK :]):
-                store(pooled, slots)
-        return ""
+        """Caches the blocks of the prompts in `state` that are not cached yet; returns why it could not, or "".
+
+        If that raises an error, the cache is empty, since blocks are found before their keys and values are copied.
+        """
+        try:
+            return self._store(match, state)
+        except BaseException:
+            self.clear()
+            raise
 
     def report_lines(self) -> Iterator[str]:
         """The size of the cache and the prompt tokens reused so far; nothing before the first prompt."""
@@ -175,6 +171,20 @@ class PrefixCache:
         """The most blocks that fit into the pool."""
         assert self.shape is not None
         return self.mebibytes * _MIB // (self.shape.bytes_per_slot * BLOCK)
+
+    def _store(self, match: PrefixMatch, state: DecodeState) -> str:
+        if self._pool is None and any(len(row.ids) >= _BLOCK_BYTES for row in match.rows):
+            try:
+                self._allocate(state)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                return f"there was no memory for a prefix cache of {self.mebibytes} MiB"
+        for row, cache in zip(match.rows, state.cache.unbind(2), strict=True):
+            first, places = self._insert(row.ids)
+            for slots, pooled in _pairs(self._pool, places, cache[:, :, :, row.padding + first * BLOCK :]):
+                store(pooled, slots)
+        return ""
 
     def _allocate(self, state: DecodeState) -> None:
         layers, two, _, heads, _, head_dim = state.cache.shape
