@@ -161,7 +161,10 @@ class FusedGenerate:
 
     def call_records(self) -> tuple[dict[str, str], ...]:
         """The last calls, as `Report.generate_calls` has them."""
-        return tuple({**vars(call), "tier": call.tier.value} for call in self.calls)
+        return tuple(
+            {"tier": c.tier.value, "reason": c.reason, "steps": c.steps, "note": c.note, "cache": c.cache}
+            for c in self.calls
+        )
 
     def report_lines(self) -> tuple[str, ...]:
         """Lines of the report: tier and reason of the last calls, and what is kept from call to call.
@@ -322,11 +325,14 @@ class GenerateCall:
             decoded = self._device_loop(state, prepared, chained(filter(None, on_device), step.vocab, constants))
         else:
             decoded = self._fast_forward(state, prepared)
-        self.record = CallRecord(tier, reason or "", decoded.work.how, decoded.note, state.cache_size)
+        is_unquantised = decoded.prefilled.is_unquantised
+        self.record = CallRecord(
+            tier, reason or "", decoded.work.how, decoded.note, state.cache_size, unquantised_prompt=is_unquantised
+        )
         # 12. Cache: copied back to transformers' cache if anybody can read it.
         if (config.return_dict_in_generate and prepared.returns_cache) or prepared.has_user_cache:
             cache = prepared.model_kwargs["past_key_values"]
-            self.graphs.retried(lambda: store_cache(state, cache, decoded.slots, decoded.cross_slots))
+            self.graphs.retried(lambda: store_cache(state, cache, decoded.slots, decoded.prefilled.cross_slots))
         return decoded.output
 
     def _device_loop(
@@ -371,9 +377,7 @@ class GenerateCall:
             self.outcome = CallOutcome(self.early.is_unmasked)
         encodes = bool(self.model.config.is_encoder_decoder)
         output = output_of(prepared, state, steps, prefilled.slots, records, is_encoder_decoder=encodes)
-        return Decoded(
-            output, work, prefilled.slots + steps - 1, prefilled.cross_slots, joined_notes(prefilled.note, note)
-        )
+        return Decoded(output, work, prefilled.slots + steps - 1, prefilled, joined_notes(prefilled.note, note))
 
     def _fast_forward(self, state: DecodeState, prepared: PreparedCall) -> Decoded:
         """Tier T1: transformers' decoding method, on a proxy of the model whose forward is the step."""
@@ -394,7 +398,7 @@ class GenerateCall:
             self.outcome = CallOutcome(self.early.is_unmasked)
         if not prepared.returns_cache and isinstance(output, ModelOutput):
             output = type(output)(**{**output, "past_key_values": None})
-        return Decoded(output, work, proxy.slots, proxy.prefilled.cross_slots, proxy.note)
+        return Decoded(output, work, proxy.slots, proxy.prefilled, proxy.note)
 
     def _state(self, sizes: Sizes) -> DecodeState:
         early, step = self.early.prompt, self.checked.step
