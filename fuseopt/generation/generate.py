@@ -159,6 +159,11 @@ class FusedGenerate:
         stored = self.checked.step.shape.stored_dtype if self.checked.is_built else None
         return "" if stored is None else self.options.cache_dtype or ""
 
+    def forget_prompts(self) -> None:
+        """Empties the prefix cache."""
+        if self.graphs.prefixes is not None:
+            self.graphs.prefixes.forget()
+
     def call_records(self) -> tuple[dict[str, str], ...]:
         """The last calls, as `Report.generate_calls` has them."""
         return tuple(

@@ -76,16 +76,20 @@ class PrefixCache:
 
     def __init__(self, mebibytes: int, weight_versions: Callable[[], Hashable | None]) -> None:
         self.mebibytes, self._weight_versions = mebibytes, weight_versions
-        self.shape: CacheShape | None = None
         self._versions: Hashable = None
-        self._calls = self._hits = self._saved = 0
         self._numbers = itertools.count(1)
         self._skips_next = False
-        self.clear()
+        self.forget()
 
     def __len__(self) -> int:
         """How many blocks are cached."""
         return len(self._blocks)
+
+    def forget(self) -> None:
+        """`clear`, and the counts for the report start anew."""
+        self.shape: CacheShape | None = None
+        self._calls = self._hits = self._saved = 0
+        self.clear()
 
     def clear(self) -> None:
         """Drops all blocks, and frees the pool."""
