@@ -218,6 +218,8 @@ class GenerateCall:
     def prepare(self, has_lock: bool) -> str | None:
         """Everything before transformers; returns why transformers has to serve the whole call, or None."""
         checked, early_prefill = self.checked, self.fused.early_prefill
+        if has_lock and self.graphs.prefixes is not None:
+            self.graphs.prefixes.begin_call()
         # 2. Speculation: queue the prompt, before it is known who serves the call, if an earlier call was like this.
         is_in_place = has_lock and checked.is_in_place()
         speculated = early_prefill.start(self.arguments, self.extra) if is_in_place else None
@@ -250,6 +252,8 @@ class GenerateCall:
             # 13. Memory of the call: its outcome for the next one, its record for the report.
             self.fused.early_prefill.outcomes.record(self.early.call_key, self.outcome)
             proxy.full_mask = None
+            if self.graphs.prefixes is not None and self.record.tier is not Tier.STOCK:
+                self.graphs.prefixes.end_call()
             self.fused.calls.append(replace(self.record, note=self.record.note or self.early.note))
 
     def __call__(

@@ -79,6 +79,7 @@ class PrefixCache:
         self._versions: Hashable = None
         self._numbers = itertools.count(1)
         self._skips_next = False
+        self._reused: int | None = None
         self.forget()
 
     def __len__(self) -> int:
@@ -102,6 +103,20 @@ class PrefixCache:
         """Frees the pool after memory has run out; the next prompt runs without it."""
         self._skips_next = self._skips_next or self._pool is not None
         self.clear()
+
+    def begin_call(self) -> None:
+        """To be called before a call of generate() runs its prompts."""
+        self._reused = None
+
+    def end_call(self) -> None:
+        """Counts a call for the report. If it ran its prompts again, after an early prefill, the first time counts."""
+        if self._reused is not None:
+            self._calls, self._hits, self._saved = (
+                self._calls + 1,
+                self._hits + bool(self._reused),
+                self._saved + self._reused,
+            )
+        self._reused = None
 
     def find(
         self, shape: CacheShape, input_ids: Tensor, keep: Tensor | None, positions: Tensor | None
@@ -137,11 +152,12 @@ class PrefixCache:
         # At least one token runs, since it gives the first logits.
         start = min(length - 1, *(row.padding + BLOCK * len(row.places) for row in rows))
         saved = sum(max(0, start - row.padding) for row in rows)
-        self._calls, self._hits, self._saved = self._calls + 1, self._hits + bool(saved), self._saved + saved
         return PrefixMatch(start if saved else 0, saved, rows)
 
     def load(self, match: PrefixMatch, state: DecodeState) -> None:
         """Fills the first `match.start` slots of `state.cache`, and sets `state.start`."""
+        if self._reused is None:
+            self._reused = match.saved
         state.start = match.start
         for row, cache in zip(match.rows, state.cache.unbind(2), strict=True):
             # Attention multiplies the values of padding by 0, and 0 * NaN is NaN.

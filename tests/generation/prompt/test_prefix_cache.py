@@ -13,7 +13,9 @@ from transformers import DynamicCache
 import fuseopt
 from fuseopt.generation.engine.state import CacheShape, DecodeState, Sizes
 from fuseopt.generation.families.spec_step import SpecStep
-from fuseopt.generation.prompt import prefix_cache
+from fuseopt.generation.prompt import prefill, prefix_cache
+from fuseopt.generation.prompt.early_prefill import EarlyPrefill
+from fuseopt.generation.prompt.early_work import EarlyWork
 from fuseopt.generation.prompt.prefix_cache import BLOCK, PrefixCache
 from fuseopt.generation.tiers import Tier
 from tests import tiny
@@ -253,6 +255,21 @@ def test_an_interrupted_copy_leaves_nothing_to_reuse(llama, ran, monkeypatch):
     assert len(prefixes_of(model)) == 0
     assert_as_stock(model, inputs)
     assert ran == [(0, 49)] * 3  # that of the restored model too
+
+
+def test_a_call_that_runs_its_prompt_twice_counts_once(llama, ran, monkeypatch):
+    model, inputs = llama
+    generate(model, prompts([(40, 1), (9, 3)]), max_new_tokens=2)
+    run, again = prefill.run_tokens, lambda *args: run(*args) and run(*args)
+    monkeypatch.setattr(prefill, "run_tokens", again)  # as after an early prefill that is discarded
+    monkeypatch.setattr(EarlyPrefill, "take", lambda early, arguments, extra, *_, **__: EarlyWork(extra))
+    generate(model, inputs, max_new_tokens=2)
+    assert ran == [(0, 49), (32, 17), (48, 1)]
+    assert "; 1 of 2 calls reused 32 prompt tokens" in str(fuseopt.report(model))
+    # transformers decodes: nothing is reused.
+    generate(model, inputs, max_new_tokens=2, prompt_lookup_num_tokens=2)
+    assert calls_of(model)[-1].tier is Tier.STOCK
+    assert "; 1 of 2 calls reused 32 prompt tokens" in str(fuseopt.report(model))
 
 
 def test_memory_that_runs_out_takes_it_back(llama, ran, monkeypatch):
