@@ -159,10 +159,19 @@ def put(model: nn.Module, wanted: Applied | None, stacklevel: int = 3) -> None:
 
 
 def forget_calls(record: Applied) -> None:
-    """Empties the records of `generate()` calls that were made under `record`."""
+    """Empties the records of `generate()` calls that were made under `record`, and the prefix cache."""
     for change in record.changes:
         if isinstance(change.after, Decoding):
             change.after.calls.clear()
+            change.after.forget_prompts()
+
+
+def forget_prompts(model: nn.Module) -> None:
+    """Empties the prefix cache of a fused model, so that a call repeated to time it runs its whole prompt again."""
+    applied = applied_to(model)
+    for change in applied.changes if applied is not None else ():
+        if isinstance(change.after, Decoding):
+            change.after.forget_prompts()
 
 
 def be_strict(model: nn.Module, strict: bool) -> None:

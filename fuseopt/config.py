@@ -105,7 +105,7 @@ class LowBitOptions:
 
     Attributes:
         bits: 8, with a scale for each output; or 4, with a scale for each output and group of inputs.
-        group: number of neighbouring inputs that share a scale: 32, 64 or 128. Without effect with 8 bits.
+        group: number of neighbouring inputs that share a scale: 32, 64 or 128. With 4 bits only.
         symmetric: False gives each group of 4 bits a zero point too.
         exclude: modules to leave, by paths as in `kernel_fusion.exclude`, such as "lm_head".
     """
@@ -150,6 +150,13 @@ class GenerationOptions:
     cache_dtype: str | None = None
     weights: LowBitOptions | None = None
     prefix_cache_mib: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The block as plain JSON types."""
+        block = _plain(asdict(self))
+        if self.weights is not None and self.weights.bits == 8:
+            del block["weights"]["group"]
+        return block
 
 
 _BLOCKS: Mapping[str, Iterable[str]] = {
@@ -206,7 +213,7 @@ class Config:
         memory = fusion.memory_efficient_fusion
         return {
             **({} if self.preset is None else {"preset": self.preset}),
-            **({} if self.generation is None else {"generation": _plain(asdict(self.generation))}),
+            **({} if self.generation is None else {"generation": self.generation.to_dict()}),
             "kernel_fusion": {
                 "enable": fusion.enable,
                 "jit": {"backend": fusion.jit.backend} if fusion.jit else False,
@@ -310,6 +317,7 @@ def _generation(block: Mapping[str, Any]) -> GenerationOptions:
     default = GenerationOptions()
     length, cache_dtype = block.get("max_length", default.max_length), block.get("cache_dtype")
     is_plain = cache_dtype is None or cache_dtype is False
+    prefix_mib = block.get("prefix_cache_mib", default.prefix_cache_mib)
     return GenerationOptions(
         enable=boolean("generation.enable", block.get("enable", default.enable)),
         max_batch=count("generation.max_batch", block.get("max_batch", default.max_batch), 1),
@@ -317,9 +325,7 @@ def _generation(block: Mapping[str, Any]) -> GenerationOptions:
         max_graphs=count("generation.max_graphs", block.get("max_graphs", default.max_graphs), 0),
         cache_dtype=None if is_plain else choice("generation.cache_dtype", cache_dtype, ("int8", "fp8")),
         weights=_low_bit(block.get("weights")),
-        prefix_cache_mib=count(
-            "generation.prefix_cache_mib", block.get("prefix_cache_mib", default.prefix_cache_mib), 0
-        ),
+        prefix_cache_mib=0 if prefix_mib is False else count("generation.prefix_cache_mib", prefix_mib, 0),
     )
 
 
@@ -343,6 +349,8 @@ def _low_bit(value: Any) -> LowBitOptions | None:
         symmetric=boolean(f"{where}.symmetric", value.get("symmetric", default.symmetric)),
         exclude=patterns(f"{where}.exclude", value.get("exclude", default.exclude)),
     )
+    if options.bits == 8 and "group" in value:
+        raise ConfigError(f"{where}.group: 8 bits have one scale for each output; use 4 bits, or remove the key")
     if options.bits == 8 and not options.symmetric:
         raise ConfigError(f"{where}.symmetric: 8 bits have no zero points; use 4 bits, or remove the key")
     return options

@@ -41,19 +41,25 @@ def check_keys(where: str, block: Mapping[Any, Any], known: Iterable[str], block
         if path in _ELSEWHERE:
             raise ConfigError(f"{path}: {_ELSEWHERE[path]}")
         if key not in known:
-            hint = _home(name, blocks) or nearest(name, known)
+            hint = _homes(where, name, blocks) or nearest(name, known)
             raise ConfigError(f"{path}: unknown key; {hint}known keys here: {', '.join(map(repr, known))}")
 
 
-def _home(key: str, blocks: Mapping[str, Iterable[str]]) -> str:
-    """A hint at the first of `blocks` that has this key, with a space at its end; "" if none has it."""
-    home = next((where for where, keys in blocks.items() if key in keys), None)
-    if home is None:
-        return ""
-    written = "{...}"
-    for name in reversed((*home.split("."), key)):
-        written = f"{{{name!r}: {written.replace('{...}', '...')}}}"
-    return f"it is a key of {home}: {written}; "
+def _homes(where: str, key: str, blocks: Mapping[str, Iterable[str]]) -> str:
+    """A hint at all of `blocks` that have this key, with a space at its end; "" if none has it.
+
+    Inside a block, "enable" has no hint: it is meant for this block, which cannot be switched off.
+    """
+    homes = [home for home, keys in blocks.items() if key in keys and not (where and key == "enable")]
+    return f"it is a key of {' and of '.join(_written(home, key) for home in homes)}; " if homes else ""
+
+
+def _written(where: str, key: str) -> str:
+    """The path of a block, and the config in which `key` is in that block."""
+    config = "{...}"
+    for name in reversed((*where.split("."), key)):
+        config = f"{{{name!r}: {config.replace('{...}', '...')}}}"
+    return f"{where}: {config}"
 
 
 def boolean(where: str, value: Any, others: str = "") -> bool:

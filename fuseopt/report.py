@@ -63,9 +63,11 @@ class Reporting(Protocol):
 
 @runtime_checkable
 class Decoding(Protocol):
-    """A replacement of `generate` that keeps a record of each of its last calls."""
+    """A replacement of `generate` that keeps a record of each of its last calls, and may keep their prompts."""
 
     calls: MutableSequence[Any]
+
+    def forget_prompts(self) -> None: ...
 
     def call_records(self) -> tuple[Mapping[str, str], ...]: ...
 

@@ -127,7 +127,7 @@ def step_run(
     lengths = {name: options[name] for name in _LENGTHS if name in options}
     tokens, logits = greedy(model, prompt, lengths or {"max_new_tokens": DEFAULT_TOKENS})
     call = generate.calls[-1]
-    reason = call.reason if call.tier.value == "T2" else UNQUANTISED_PROMPT if UNQUANTISED_PROMPT in call.note else None
+    reason = call.reason if call.tier.value == "T2" else UNQUANTISED_PROMPT if call.unquantised_prompt else None
     if generate.cache_dtype:
         reason = f"keys and values are in {generate.cache_dtype}"
     return StepRun(tokens, logits, tuple(low_bit.modules()), reason)

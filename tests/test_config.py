@@ -138,6 +138,17 @@ WRONG = {
     ),
     "key of another block": ({"generation": {"jit": False}}, "generation.jit: unknown key; it is a key of kernel_fus"),
     "key of a dict in the block": ({"generation": {"bits": 4}}, "{'generation': {'weights': {'bits': ...}}}"),
+    "key of two blocks": (
+        {"exclude": ["lm_head"]},
+        "it is a key of kernel_fusion: {'kernel_fusion': {'exclude': ...}} and of generation.weights: {'generation': "
+        "{'weights': {'exclude': ...}}}; ",
+    ),
+    "key that another block has for itself": (
+        {"generation": {"weights": {"bits": 4, "enable": False}}},
+        "generation.weights.enable: unknown key; known keys here: 'bits'",
+    ),
+    "enable at the top": ({"enable": True}, "kernel_fusion: {'kernel_fusion': {'enable': ...}} and of generation: {"),
+    "a size as a bool": ({"generation": {"prefix_cache_mib": True}}, "prefix_cache_mib: expected an integer"),
     "a name for a list": ({"kernel_fusion": {"custom_cuda_kernels": "FusedGELU"}}, "got str; write ['FusedGELU']"),
     "a bool for a list": ({"kernel_fusion": {"triton_kernels": True}}, "got bool; write [] for none"),
     "unknown top-level key": ({"kernel_fusoin": {"enable": True}}, "did you mean 'kernel_fusion'"),
@@ -430,3 +441,8 @@ def test_only_the_preset_inference_has_the_decode_loop():
         "training": None,
         "reference": None,
     }
+
+
+@pytest.mark.parametrize("key", ["cache_dtype", "weights", "prefix_cache_mib"])
+def test_false_leaves_an_option_of_generation_out(key):
+    assert Config.load({"generation": {key: False}}) == Config.load({"generation": True})

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 import fuseopt
 from fuseopt.generation.engine import low_bit as engine
+from fuseopt.generation.engine.graphs import StepGraphs
+from fuseopt.generation.prompt.prefill import UNQUANTISED_PROMPT
 from fuseopt.ops.low_bit import LowBitWeight, dequantize, quantize
 from fuseopt.verify_low_bit import MOST_HALF_STEPS, Drift, StepRun, forced_logits, rounding_error
 from tests import tiny
@@ -123,12 +125,19 @@ def tiny_decoder(family: str) -> nn.Module:
     return DECODERS[family]()
 
 
-def test_what_is_not_compared_is_said() -> None:
+def test_what_is_not_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.gpt2()
     model.set_attn_implementation("eager")
     padded = prompt(model, 2, 5, seed=3, padded=True)
     found = fuseopt.verify(model, {"generation": {"weights": "int8"}}, padded)
     assert found.low_bit is None and "not run: logits with weights in int8: the model's own forward ran" in str(found)
+    # A step that is not captured, and transformers' loop around it, say so in the same note.
+    fuseopt.initialize(model, {"generation": {"weights": "int8"}})
+    monkeypatch.setattr(StepGraphs, "capture", lambda graphs, step: "not captured")
+    model.generate(**padded, max_new_tokens=3, bad_words_ids=[[5, 6]])
+    call = model.generate.calls[-1]
+    assert call.tier.value == "T1" and call.note == f"{UNQUANTISED_PROMPT}; not captured" and call.unquantised_prompt
+    fuseopt.restore(model)
     config = {"generation": {"weights": "int8", "max_length": 10}}
     found = fuseopt.verify(model, config, prompt(model, 2, 5, seed=3, padded=False))
     assert found.ok and found.low_bit is None and "max_length" in str(found), found

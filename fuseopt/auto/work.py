@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fuseopt import verify_inputs, verify_runs
+from fuseopt import apply, verify_inputs, verify_runs
 from fuseopt.errors import InputsError, shown
 
 
@@ -92,6 +92,8 @@ class Work:
                 model(**self.inputs)
             else:
                 torch.manual_seed(0)
+                # Calls of the search have equal prompts, later calls other ones: time without cached keys and values.
+                apply.forget_prompts(model)
                 model.generate(**self.prompt, **self.generate)  # type: ignore[operator]
 
 

@@ -112,7 +112,8 @@ class FusedGenerate:
         if step_class.takes_quantized_cache and options.cache_dtype is not None:
             cache_dtype = CACHE_DTYPES[options.cache_dtype]
         self.checked = CheckedStep(model, step_class, self.graphs, low_bit, cache_dtype)
-        if options.prefix_cache_mib and step_class.takes_prefix and not model.config.is_encoder_decoder:
+        # Also for an encoder-decoder, which leaves it empty: an unpickled model has no config here.
+        if options.prefix_cache_mib and step_class.takes_prefix:
             self.graphs.prefixes = PrefixCache(options.prefix_cache_mib, self.checked.weight_versions)
         self.early_prefill = EarlyPrefill(self.checked, self.graphs, self.options.max_batch, self.options.max_length)
         self.proxy = CachingModelProxy(model)
@@ -158,9 +159,17 @@ class FusedGenerate:
         stored = self.checked.step.shape.stored_dtype if self.checked.is_built else None
         return "" if stored is None else self.options.cache_dtype or ""
 
+    def forget_prompts(self) -> None:
+        """Empties the prefix cache."""
+        if self.graphs.prefixes is not None:
+            self.graphs.prefixes.forget()
+
     def call_records(self) -> tuple[dict[str, str], ...]:
         """The last calls, as `Report.generate_calls` has them."""
-        return tuple({**vars(call), "tier": call.tier.value} for call in self.calls)
+        return tuple(
+            {"tier": c.tier.value, "reason": c.reason, "steps": c.steps, "note": c.note, "cache": c.cache}
+            for c in self.calls
+        )
 
     def report_lines(self) -> tuple[str, ...]:
         """Lines of the report: tier and reason of the last calls, and what is kept from call to call.
@@ -209,6 +218,8 @@ class GenerateCall:
     def prepare(self, has_lock: bool) -> str | None:
         """Everything before transformers; returns why transformers has to serve the whole call, or None."""
         checked, early_prefill = self.checked, self.fused.early_prefill
+        if has_lock and self.graphs.prefixes is not None:
+            self.graphs.prefixes.begin_call()
         # 2. Speculation: queue the prompt, before it is known who serves the call, if an earlier call was like this.
         is_in_place = has_lock and checked.is_in_place()
         speculated = early_prefill.start(self.arguments, self.extra) if is_in_place else None
@@ -241,6 +252,8 @@ class GenerateCall:
             # 13. Memory of the call: its outcome for the next one, its record for the report.
             self.fused.early_prefill.outcomes.record(self.early.call_key, self.outcome)
             proxy.full_mask = None
+            if self.graphs.prefixes is not None and self.record.tier is not Tier.STOCK:
+                self.graphs.prefixes.end_call()
             self.fused.calls.append(replace(self.record, note=self.record.note or self.early.note))
 
     def __call__(
@@ -321,11 +334,14 @@ class GenerateCall:
             decoded = self._device_loop(state, prepared, chained(filter(None, on_device), step.vocab, constants))
         else:
             decoded = self._fast_forward(state, prepared)
-        self.record = CallRecord(tier, reason or "", decoded.work.how, decoded.note, state.cache_size)
+        is_unquantised = decoded.prefilled.is_unquantised
+        self.record = CallRecord(
+            tier, reason or "", decoded.work.how, decoded.note, state.cache_size, unquantised_prompt=is_unquantised
+        )
         # 12. Cache: copied back to transformers' cache if anybody can read it.
         if (config.return_dict_in_generate and prepared.returns_cache) or prepared.has_user_cache:
             cache = prepared.model_kwargs["past_key_values"]
-            self.graphs.retried(lambda: store_cache(state, cache, decoded.slots, decoded.cross_slots))
+            self.graphs.retried(lambda: store_cache(state, cache, decoded.slots, decoded.prefilled.cross_slots))
         return decoded.output
 
     def _device_loop(
@@ -370,9 +386,7 @@ class GenerateCall:
             self.outcome = CallOutcome(self.early.is_unmasked)
         encodes = bool(self.model.config.is_encoder_decoder)
         output = output_of(prepared, state, steps, prefilled.slots, records, is_encoder_decoder=encodes)
-        return Decoded(
-            output, work, prefilled.slots + steps - 1, prefilled.cross_slots, joined_notes(prefilled.note, note)
-        )
+        return Decoded(output, work, prefilled.slots + steps - 1, prefilled, joined_notes(prefilled.note, note))
 
     def _fast_forward(self, state: DecodeState, prepared: PreparedCall) -> Decoded:
         """Tier T1: transformers' decoding method, on a proxy of the model whose forward is the step."""
@@ -393,7 +407,7 @@ class GenerateCall:
             self.outcome = CallOutcome(self.early.is_unmasked)
         if not prepared.returns_cache and isinstance(output, ModelOutput):
             output = type(output)(**{**output, "past_key_values": None})
-        return Decoded(output, work, proxy.slots, proxy.prefilled.cross_slots, proxy.note)
+        return Decoded(output, work, proxy.slots, proxy.prefilled, proxy.note)
 
     def _state(self, sizes: Sizes) -> DecodeState:
         early, step = self.early.prompt, self.checked.step

@@ -16,6 +16,7 @@ from transformers.generation.utils import (
 from fuseopt.generation.engine.graphs import StepWork
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.prepared_call import PreparedCall
+from fuseopt.generation.prompt.prefill import Prefilled
 from fuseopt.generation.select import beam_selection
 
 # By whether there is an encoder, and whether there are beams.
@@ -28,12 +29,17 @@ _OUTPUTS: Mapping[tuple[bool, bool], Any] = {
 
 
 class Decoded(NamedTuple):
-    """What a decode loop returns; `slots` and `cross_slots` are how many slots of the caches are filled."""
+    """What a decode loop returns.
+
+    Attributes:
+        slots: how many slots of the cache are filled.
+        prefilled: what the prefill left.
+    """
 
     output: Any
     work: StepWork
     slots: int
-    cross_slots: int
+    prefilled: Prefilled
     note: str
 
 

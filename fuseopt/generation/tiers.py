@@ -43,6 +43,7 @@ class CallRecord:
             Python, "eager" if their kernels were launched one by one, "" in stock transformers.
         note: what else happened, such as a capture that ran out of memory.
         cache: size of the static cache; "" in stock transformers.
+        unquantised_prompt: the model's own forward ran the prompt, though steps read quantised weights.
     """
 
     tier: Tier
@@ -50,6 +51,7 @@ class CallRecord:
     steps: str = ""
     note: str = ""
     cache: str = ""
+    unquantised_prompt: bool = False
 
     def __str__(self) -> str:
         names = {Tier.DEVICE_LOOP: "device loop", Tier.FAST_FORWARD: "fast forward", Tier.STOCK: "stock transformers"}

@@ -17,6 +17,7 @@ from fuseopt.auto import search
 from fuseopt.auto.planned import AutoPlan
 from fuseopt.config import Config
 from fuseopt.errors import ConfigError, InputsError
+from fuseopt.generation.generate import FusedGenerate
 from fuseopt.measurements import MeasuredChoice, Measurements
 from tests import tiny
 
@@ -332,6 +333,29 @@ def test_measures_generate_and_keeps_the_decode_loop(clock, sample):
     torch.manual_seed(0)
     assert torch.equal(model.generate(**prompt, **options), expected)
     assert fuseopt.report(model).generate_calls[0]["tier"] == "T0"
+
+
+def test_no_time_is_that_of_a_cached_prompt(clock, monkeypatch):
+    notes, run = [], FusedGenerate.__call__
+
+    def noting(fused, *args, **kwargs):
+        made = run(fused, *args, **kwargs)
+        notes.append((fused.options.prefix_cache_mib, fused.calls[-1].note))
+        return made
+
+    monkeypatch.setattr(FusedGenerate, "__call__", noting)
+    clock.factors = {"FusedGenerate": 0.5}
+    model = tiny.gpt2()
+    prompt = {"input_ids": torch.arange(3, 43)[None], "attention_mask": torch.ones(1, 40, dtype=torch.long)}
+    config = {"preset": "auto", "kernel_fusion": {"jit": False}, "generation": {"prefix_cache_mib": 2}}
+    auto(clock, model, config, inputs=prompt, generate={"max_new_tokens": 2})
+    assert len(notes) > 9 and set(notes[:9]) == {(2, "")}
+    assert fuseopt.report(model).config.generation.prefix_cache_mib == 2
+    assert "prefix cache:" not in str(fuseopt.report(model))
+    del notes[:]
+    for _ in range(2):
+        model.generate(**prompt, max_new_tokens=2)
+    assert notes == [(2, ""), (2, "32 prompt tokens from the prefix cache")]
 
 
 @pytest.mark.parametrize("when", [1, 12, 30])

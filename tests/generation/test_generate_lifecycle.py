@@ -13,6 +13,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import fuseopt
+from fuseopt.config import GenerationOptions
 from fuseopt.generation.engine.graphs import StepGraphs, StepWork
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.tiers import Tier
@@ -157,6 +158,26 @@ def test_a_copy_generates_by_itself(model, duplicate):
     assert_as_stock(other)
     assert not fuseopt.report(fuseopt.restore(other)).since and "generate" not in other.__dict__
     assert_as_stock(model)
+
+
+OPTIONS = {
+    "max_batch": 4,
+    "max_length": 64,
+    "max_graphs": 2,
+    "cache_dtype": "int8",
+    "weights": "int8",
+    "prefix_cache_mib": 2,
+}
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_copy_has_the_options(option, duplicate):
+    assert {*OPTIONS, "enable"} == {*GenerationOptions.__dataclass_fields__}
+    model = fuseopt.initialize(tiny.gpt2(), {"generation": {option: OPTIONS[option]}})
+    wanted, other = generate(model), duplicate(model)
+    assert torch.equal(generate(other), wanted) and other.generate.options == model.generate.options
+    assert other.generate.calls[-1].tier is model.generate.calls[-1].tier
 
 
 def test_the_method_looks_like_the_class_s(model):

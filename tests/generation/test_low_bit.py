@@ -248,6 +248,7 @@ def test_excluded_layers_stay() -> None:
         ({"bits": 5}, r"generation.weights.bits: 5 is not one of 8, 4"),
         ({"bits": 4, "group": 48}, r"generation.weights.group: 48 is not one of 32, 64, 128"),
         ({"bits": 8, "symmetric": False}, r"8 bits have no zero points"),
+        ({"bits": 8, "group": 64}, r"generation.weights.group: 8 bits have one scale for each output"),
         ({"bits": 4, "exclude": "lm_head"}, r"generation.weights.exclude: expected a list of module paths"),
         ({"bits": 4, "groups": 64}, r"did you mean 'group'"),
     ],
@@ -258,7 +259,7 @@ def test_configs_that_are_refused(weights: object, message: str) -> None:
 
 
 def test_a_config_survives_json() -> None:
-    for weights in ("int4", {"bits": 8, "exclude": ["lm_head"]}, None):
+    for weights in ("int4", "int8", {"bits": 8, "exclude": ["lm_head"]}, None):
         config = fuseopt.Config.load({"generation": {"weights": weights}})
         assert fuseopt.Config.load(config.to_json()) == config
 

@@ -13,6 +13,7 @@ from transformers import CompileConfig
 from fuseopt.bench.harness.architectures import load_config, random_model
 from fuseopt.bench.harness.lora import with_lora
 from fuseopt.bench.harness.workloads import Work, beams_name, dtype_name, generate, random_features, random_tokens
+from fuseopt.errors import ConfigError
 
 _CPU_COMPILER = "inductor"
 GENERATION = {"generation": {"enable": True}}
@@ -88,11 +89,16 @@ class Row:
 
         Args:
             static_cache: with transformers' static cache and torch.compile, which on a CPU has to be asked for.
+
+        Raises:
+            ConfigError: the model has an encoder, and the row a prefix.
         """
         options: dict[str, Any] = {"num_beams": self.beams, "do_sample": self.sampling is not None}
         if self.ngram:
             options["no_repeat_ngram_size"] = self.ngram
         config = load_config(self.model)
+        if self.prefix and config.is_encoder_decoder:
+            raise ConfigError(f"--prefix: {self.model} has an encoder, so it has no prefix cache; name other models")
         if self.eos:
             options["eos_token_id"] = config.vocab_size - 1
         if hasattr(config, "num_mel_bins"):

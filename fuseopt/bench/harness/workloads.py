@@ -208,6 +208,8 @@ def limited(work: Work, seconds: float) -> Work:
 def generate(inputs: Tensor, *, new_tokens_from: int | None = None, **kwargs: Any) -> Work:
     """Work: the tokens of a `generate()` call on prompts without padding; sampling uses the same seed in every call.
 
+    A prefix cache is emptied before each call that has the same ids as the last one.
+
     Args:
         inputs: token ids [batch, length] int64, or features [batch, mels, frames] of audio in float32.
         new_tokens_from: each call of a model has new ids from this position on, which are equal in the n-th calls of
@@ -217,13 +219,14 @@ def generate(inputs: Tensor, *, new_tokens_from: int | None = None, **kwargs: An
     calls: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
     def work(model: nn.Module) -> Tensor:
+        if options["do_sample"]:
+            torch.manual_seed(0)
         if new_tokens_from is not None:
             count = calls[model] = calls.get(model, 0) + 1
             prefix, others = inputs[:, :new_tokens_from], inputs[:, new_tokens_from:]
             prompts = torch.cat((prefix, 1 + (others + count) % (model.config.vocab_size - 1)), dim=1)
             return model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
-        if options["do_sample"]:
-            torch.manual_seed(0)
+        apply.forget_prompts(model)
         if inputs.is_floating_point():
             return model.generate(inputs.to(model.dtype), **options)
         return model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)

@@ -10,6 +10,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from fuseopt.generation.engine.graphs import StepGraphs, StepWork
 from fuseopt.generation.prompt.early_work import EarlyPrompt
 from fuseopt.generation.prompt.prefill import Prefilled, prefill
+from fuseopt.generation.prompt.prompts import joined_notes
 
 
 class StepModelProxy:
@@ -26,7 +27,7 @@ class StepModelProxy:
     Attributes:
         prefilled: what the prefill left.
         steps: steps run after it.
-        note: why something was not captured in a CUDA graph; empty if everything was.
+        note: that of the prefill, and why the step was not captured in a CUDA graph.
     """
 
     def __init__(self, model: nn.Module, graphs: StepGraphs, work: StepWork, early: EarlyPrompt | None = None) -> None:
@@ -62,7 +63,7 @@ class StepModelProxy:
 
     def __call__(self, input_ids: Tensor, return_dict: bool = True) -> CausalLMOutput:
         if self.steps == 1:
-            self.note = self.graphs.capture(self.work) or self.note
+            self.note = joined_notes(self.prefilled.note, self.graphs.capture(self.work))
         self.work.state.tokens.copy_(input_ids[:, -1])
         # A step that has failed halfway can run again: it has not moved on to the next slot.
         self.graphs.retried(self.work)

@@ -32,6 +32,7 @@ class Prefilled:
         pending: the first logits do not exist yet; a step on the prompt's only token has to compute them.
         has_ids: `state.ids` contains the prompt.
         was_early: the early prefill did all of this.
+        is_unquantised: the model's own forward ran the prompt of a step with quantised weights.
         note: for the report: why the prompt was not captured in a CUDA graph, `UNQUANTISED_PROMPT` if the prompt was
             run so, and what the prefix cache did.
     """
@@ -41,6 +42,7 @@ class Prefilled:
     pending: bool = False
     has_ids: bool = False
     was_early: bool = False
+    is_unquantised: bool = False
     note: str = ""
 
 
@@ -72,10 +74,10 @@ def prefill(
     if not is_token_prompt(step, model, input_ids, config, model_kwargs) or (keep is not None and length == 1):
         step.begin()
         notes = [UNQUANTISED_PROMPT] if step.is_quantised else []
-        if graphs.prefixes is not None:
+        if graphs.prefixes is not None and not encodes:
             notes.append("the prefix cache was not used: the model's own forward ran the prompt")
-        note = joined_notes(*notes)
-        prefilled = replace(_by_the_model(model, state, input_ids, config, model_kwargs), note=note)
+        prefilled = _by_the_model(model, state, input_ids, config, model_kwargs)
+        prefilled = replace(prefilled, is_unquantised=step.is_quantised, note=joined_notes(*notes))
         step.cross_cache_filled(state)
         return prefilled
     if encodes:

@@ -76,16 +76,21 @@ class PrefixCache:
 
     def __init__(self, mebibytes: int, weight_versions: Callable[[], Hashable | None]) -> None:
         self.mebibytes, self._weight_versions = mebibytes, weight_versions
-        self.shape: CacheShape | None = None
         self._versions: Hashable = None
-        self._calls = self._hits = self._saved = 0
         self._numbers = itertools.count(1)
         self._skips_next = False
-        self.clear()
+        self._reused: int | None = None
+        self.forget()
 
     def __len__(self) -> int:
         """How many blocks are cached."""
         return len(self._blocks)
+
+    def forget(self) -> None:
+        """`clear`, and the counts for the report start anew."""
+        self.shape: CacheShape | None = None
+        self._calls = self._hits = self._saved = 0
+        self.clear()
 
     def clear(self) -> None:
         """Drops all blocks, and frees the pool."""
@@ -98,6 +103,20 @@ class PrefixCache:
         """Frees the pool after memory has run out; the next prompt runs without it."""
         self._skips_next = self._skips_next or self._pool is not None
         self.clear()
+
+    def begin_call(self) -> None:
+        """To be called before a call of generate() runs its prompts."""
+        self._reused = None
+
+    def end_call(self) -> None:
+        """Counts a call for the report. If it ran its prompts again, after an early prefill, the first time counts."""
+        if self._reused is not None:
+            self._calls, self._hits, self._saved = (
+                self._calls + 1,
+                self._hits + bool(self._reused),
+                self._saved + self._reused,
+            )
+        self._reused = None
 
     def find(
         self, shape: CacheShape, input_ids: Tensor, keep: Tensor | None, positions: Tensor | None
@@ -133,11 +152,12 @@ class PrefixCache:
         # At least one token runs, since it gives the first logits.
         start = min(length - 1, *(row.padding + BLOCK * len(row.places) for row in rows))
         saved = sum(max(0, start - row.padding) for row in rows)
-        self._calls, self._hits, self._saved = self._calls + 1, self._hits + bool(saved), self._saved + saved
         return PrefixMatch(start if saved else 0, saved, rows)
 
     def load(self, match: PrefixMatch, state: DecodeState) -> None:
         """Fills the first `match.start` slots of `state.cache`, and sets `state.start`."""
+        if self._reused is None:
+            self._reused = match.saved
         state.start = match.start
         for row, cache in zip(match.rows, state.cache.unbind(2), strict=True):
             # Attention multiplies the values of padding by 0, and 0 * NaN is NaN.
@@ -147,19 +167,15 @@ class PrefixCache:
                 store(slots, pooled)
 
     def store(self, match: PrefixMatch, state: DecodeState) -> str:
-        """Caches the blocks of the prompts in `state` that are not cached yet; returns why it could not, or ""."""
-        if self._pool is None and any(len(row.ids) >= _BLOCK_BYTES for row in match.rows):
-            try:
-                self._allocate(state)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                return f"there was no memory for a prefix cache of {self.mebibytes} MiB"
-        for row, cache in zip(match.rows, state.cache.unbind(2), strict=True):
-            first, places = self._insert(row.ids)
-            for slots, pooled in _pairs(self._pool, places, cache[:, :, :, row.padding + first * BLOCK :]):
-                store(pooled, slots)
-        return ""
+        """Caches the blocks of the prompts in `state` that are not cached yet; returns why it could not, or "".
+
+        If that raises an error, the cache is empty, since blocks are found before their keys and values are copied.
+        """
+        try:
+            return self._store(match, state)
+        except BaseException:
+            self.clear()
+            raise
 
     def report_lines(self) -> Iterator[str]:
         """The size of the cache and the prompt tokens reused so far; nothing before the first prompt."""
@@ -175,6 +191,20 @@ class PrefixCache:
         """The most blocks that fit into the pool."""
         assert self.shape is not None
         return self.mebibytes * _MIB // (self.shape.bytes_per_slot * BLOCK)
+
+    def _store(self, match: PrefixMatch, state: DecodeState) -> str:
+        if self._pool is None and any(len(row.ids) >= _BLOCK_BYTES for row in match.rows):
+            try:
+                self._allocate(state)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                return f"there was no memory for a prefix cache of {self.mebibytes} MiB"
+        for row, cache in zip(match.rows, state.cache.unbind(2), strict=True):
+            first, places = self._insert(row.ids)
+            for slots, pooled in _pairs(self._pool, places, cache[:, :, :, row.padding + first * BLOCK :]):
+                store(pooled, slots)
+        return ""
 
     def _allocate(self, state: DecodeState) -> None:
         layers, two, _, heads, _, head_dim = state.cache.shape

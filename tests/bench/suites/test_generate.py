@@ -16,6 +16,8 @@ from fuseopt.bench.suites import first_call, generate
 from fuseopt.bench.suites.first_call import FirstCall
 from fuseopt.bench.suites.generate import CONFIGS, STATIC, Row
 from fuseopt.cli import main
+from fuseopt.errors import ConfigError
+from fuseopt.generation.generate import FusedGenerate
 from fuseopt.models import COMMON, GPT2, T5
 from fuseopt.modules.base import full_name
 
@@ -219,6 +221,31 @@ def test_a_prefix_is_seen_before_and_what_follows_it_is_new():
     first, second, of_another = (work(each)[0].tolist() for each in (model, model, Model()))
     assert first[:20] == second[:20] and all(a != b for a, b in zip(first[20:], second[20:], strict=True))
     assert of_another == first and min(*first, *second) > 0
+
+
+@pytest.mark.parametrize("prefix", [0, 32])
+def test_sampled_rows_with_a_prefix_cache(prefix, monkeypatch):
+    """Tokens are those of stock, and only a prefix is reused: equal prompts of a row without one run each time."""
+    notes, make = [], FusedGenerate.__call__
+
+    def noting(fused, *args, **kwargs):
+        made = make(fused, *args, **kwargs)
+        notes.append(fused.calls[-1].note)
+        return made
+
+    monkeypatch.setattr(FusedGenerate, "__call__", noting)
+    row = Row("gpt2-tiny", 1, prompt=20, new=3, sampling={"top_k": 4}, prefix=prefix)
+    config = {"generation": {"prefix_cache_mib": 1}}
+    results = generate.run(device=CPU, rows=[row], configs={"cached": config}, compile=False)
+    assert [record.difference for record in results.rows] == [None, "tokens equal"]
+    assert {note for note in notes if note} == ({"32 prompt tokens from the prefix cache"} if prefix else set())
+    assert len(notes) > 9
+
+
+@pytest.mark.parametrize("model", ["t5-tiny", "whisper-small"])
+def test_models_with_an_encoder_have_no_prefix_row(model):
+    with pytest.raises(ConfigError, match=f"--prefix: {model} has an encoder"):
+        generate.run(device=CPU, rows=[Row(model, 1, prompt=6, new=2, prefix=32)])
 
 
 def test_a_first_token_after_a_prefix_is_timed_beside_one_without(monkeypatch):

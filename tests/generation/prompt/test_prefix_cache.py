@@ -13,6 +13,9 @@ from transformers import DynamicCache
 import fuseopt
 from fuseopt.generation.engine.state import CacheShape, DecodeState, Sizes
 from fuseopt.generation.families.spec_step import SpecStep
+from fuseopt.generation.prompt import prefill, prefix_cache
+from fuseopt.generation.prompt.early_prefill import EarlyPrefill
+from fuseopt.generation.prompt.early_work import EarlyWork
 from fuseopt.generation.prompt.prefix_cache import BLOCK, PrefixCache
 from fuseopt.generation.tiers import Tier
 from tests import tiny
@@ -239,6 +242,36 @@ def test_restore_and_deletion_free_it(llama):
     assert pool() is None
 
 
+def test_an_interrupted_copy_leaves_nothing_to_reuse(llama, ran, monkeypatch):
+    model, inputs = llama
+
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prefix_cache, "store", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generate(model, inputs, max_new_tokens=2)
+    assert len(prefixes_of(model)) == 0
+    assert_as_stock(model, inputs)
+    assert ran == [(0, 49)] * 3  # that of the restored model too
+
+
+def test_a_call_that_runs_its_prompt_twice_counts_once(llama, ran, monkeypatch):
+    model, inputs = llama
+    generate(model, prompts([(40, 1), (9, 3)]), max_new_tokens=2)
+    run, again = prefill.run_tokens, lambda *args: run(*args) and run(*args)
+    monkeypatch.setattr(prefill, "run_tokens", again)  # as after an early prefill that is discarded
+    monkeypatch.setattr(EarlyPrefill, "take", lambda early, arguments, extra, *_, **__: EarlyWork(extra))
+    generate(model, inputs, max_new_tokens=2)
+    assert ran == [(0, 49), (32, 17), (48, 1)]
+    assert "; 1 of 2 calls reused 32 prompt tokens" in str(fuseopt.report(model))
+    # transformers decodes: nothing is reused.
+    generate(model, inputs, max_new_tokens=2, prompt_lookup_num_tokens=2)
+    assert calls_of(model)[-1].tier is Tier.STOCK
+    assert "; 1 of 2 calls reused 32 prompt tokens" in str(fuseopt.report(model))
+
+
 def test_memory_that_runs_out_takes_it_back(llama, ran, monkeypatch):
     model, inputs = llama
     generate(model, inputs, max_new_tokens=2)
@@ -349,7 +382,15 @@ def test_plan_says_for_whom():
     assert "prefix cache of 8 MiB" in reason(MODELS["llama"]())
     assert "prefix cache" not in reason(MODELS["llama"](), {"generation": {"enable": True}})
     assert "no prefix cache: each token of an encoder's output depends on all of its input" in reason(tiny.t5())
-    assert prefixes_of(fuseopt.initialize(tiny.t5(), CONFIG)) is None
+
+
+def test_an_encoder_decoder_runs_without(monkeypatch):
+    model, stock = tiny.t5(), tiny.t5()
+    fuseopt.initialize(model, CONFIG)
+    # A prompt of two tokens for the decoder, which transformers runs.
+    inputs = {**prompts([(20, 1)]), "decoder_input_ids": tokens(2, 2).to(torch.get_default_device())}
+    assert_same_tokens(generate(model, inputs, max_new_tokens=4), generate(stock, inputs, max_new_tokens=4))
+    assert "prefix cache" not in str(fuseopt.report(model)).partition("generate():")[2] and not len(prefixes_of(model))
 
 
 def test_a_pool_smaller_than_a_block_is_said():
