@@ -113,6 +113,23 @@ def test_leaves_a_bad_part_of_the_best_preset_out(clock):
     assert notes(model)["inference, without FusedLayerNorm"] == "kept"
 
 
+@pytest.mark.parametrize(("norm", "kept"), [(0.9, "FusedLayerNorm"), (1.0, "stock")])
+def test_the_next_fastest_start_is_kept_if_the_best_is_not_confirmed(clock, monkeypatch, norm, kept):
+    clock.factors = {"FusedGELU": 0.5, "FusedLayerNorm": 0.9, BLOCK: 1.5}
+    confirmed = search.Search._confirmed
+
+    def timed_again(*arguments):
+        clock.factors |= {"FusedGELU": 1.2, "FusedLayerNorm": norm}
+        return confirmed(*arguments)
+
+    monkeypatch.setattr(search.Search, "_confirmed", timed_again)
+    model = auto(clock, tiny.gpt2())
+    assert targets(model) == {kept} - {"stock"}
+    assert fuseopt.report(model).measured.kept.speed_up == pytest.approx(1 / norm)
+    noted = {name for name, note in notes(model).items() if note == "within noise of stock when timed again"}
+    assert noted >= {"FusedGELU, with FusedLayerNorm", "FusedGELU"}
+
+
 @pytest.mark.parametrize("factor", [0.99, 1.0, 1.3])
 def test_stock_stays_if_nothing_is_faster_beyond_the_noise(clock, factor):
     clock.factors = dict.fromkeys(("FusedGELU",), factor)
