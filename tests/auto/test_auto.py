@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 
@@ -12,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import fuseopt
-from fuseopt import apply
+from fuseopt import apply, kernel_table
 from fuseopt.auto import search
 from fuseopt.auto.planned import AutoPlan
 from fuseopt.config import Config
@@ -426,6 +427,24 @@ def test_options_without_effect_on_a_cpu_are_not_measured_there(clock):
     model = auto(clock, tiny.gpt2().cpu())
     assert BLOCK in targets(model) and "inference, without FusedBlock" in notes(model)
     assert not any("cuda_graphs" in name for name in notes(model))
+
+
+def test_where_an_own_kernel_has_an_effect_is_read_from_its_entry(clock, monkeypatch):
+    def propose(context):
+        for candidate in context.index.of_class("torch.nn.modules.normalization.LayerNorm"):
+            yield context.replacement(candidate.sites, "LayerNorm", context.request, "", lambda m=candidate.module: m)
+
+    monkeypatch.setattr(kernel_table, "_kernels", dict(kernel_table._kernels))
+    lists = {kernel_table.CUSTOM: {"streams": bool, "exact": bool}}
+    entry = kernel_table.Kernel("FusedMine", propose, None, lists, gpu_options=("streams",))
+    kernel_table.register_kernel(entry)
+    kernel_table.register_kernel(dataclasses.replace(entry, name="FusedLoop", only_generates=True))
+    choices = fuseopt.plan(tiny.gpt2(), "auto").choices
+    assert "FusedMine" in choices["forward"] and "FusedLoop" not in choices["forward"]
+    assert "FusedLoop" in choices["generate()"]
+    clock.factors = {"FusedMine": 0.5, BLOCK: 1.5, "FusedLayerNorm": 1.5}
+    noted = notes(auto(clock, tiny.gpt2().cpu()))
+    assert "FusedMine, FusedMine exact=True" in noted and not any("streams" in name for name in noted)
 
 
 def test_transformers_compiles_generate_on_a_cpu_too_but_no_beam_search(clock, monkeypatch):
