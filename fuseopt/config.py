@@ -11,22 +11,47 @@ import functools
 import json
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from fuseopt.config_checks import boolean, check_keys, choice, count, fraction, nearest, one_of, typed
+from fuseopt.config_checks import boolean, check_keys, choice, count, one_of
 from fuseopt.config_file import read_json
-from fuseopt.errors import ConfigError, shown
-from fuseopt.kernel_table import CUSTOM, TRITON, kernels, listed, preset_config
+from fuseopt.config_fusion import (
+    AUTO,
+    JIT_BACKENDS,
+    KERNEL_BACKENDS,
+    MEMORY_BACKENDS,
+    JitOptions,
+    KernelFusion,
+    KernelRequest,
+    MemoryEfficientOptions,
+    kernel_fusion,
+)
+from fuseopt.errors import ConfigError
+from fuseopt.kernel_table import CUSTOM, TRITON, listed, preset_config
 from fuseopt.kernel_table import PRESETS as PRESET_NAMES
-from fuseopt.module_paths import EVERYTHING, ModulePaths, module_paths, patterns
+from fuseopt.module_paths import ModulePaths, patterns
+
+__all__ = [
+    "AUTO",
+    "GROUPS",
+    "JIT_BACKENDS",
+    "KERNEL_BACKENDS",
+    "MEMORY_BACKENDS",
+    "Config",
+    "GenerationOptions",
+    "JitOptions",
+    "KernelFusion",
+    "KernelRequest",
+    "LowBitOptions",
+    "MemoryEfficientOptions",
+    "as_written",
+    "beside_auto",
+    "extended",
+]
 
 GROUPS = (32, 64, 128)
-JIT_BACKENDS = ("torchscript", "inductor")
-MEMORY_BACKENDS = ("inductor", "aot_eager")
-AUTO = "auto"
-KERNEL_BACKENDS = (AUTO, "cuda", "triton", "cpu", "reference")
 
 
 _MEASURES = (
@@ -37,66 +62,6 @@ _MEASURES = (
 
 
 _BY_NAME = "; list kernels by name as in {'kernel_fusion': {'custom_cuda_kernels': ['FusedGELU']}}"
-
-
-@dataclass(frozen=True)
-class JitOptions:
-    """How the elementwise regions are compiled.
-
-    Attributes:
-        backend: "torchscript" (torch.jit.script) or "inductor" (torch.compile).
-        implied: true if the config lists kernels and says nothing of `jit`; then no warning is given if there is
-            nothing left to compile.
-    """
-
-    backend: str = "torchscript"
-    implied: bool = field(default=False, compare=False)
-
-
-@dataclass(frozen=True)
-class MemoryEfficientOptions:
-    """How training steps are compiled.
-
-    Attributes:
-        budget: fraction of the activation bytes to keep, 0 to 1, relative to plain min-cut, which recomputes no
-            matmul. Below 1, matmuls are recomputed too.
-        backend: "inductor", or "aot_eager", which keeps the same activations and runs PyTorch's own kernels.
-        cuda_graphs: True to launch steps on a GPU as CUDA graphs, False not to, "auto" if the GPU waits for the host.
-    """
-
-    budget: float = 1.0
-    backend: str = "inductor"
-    cuda_graphs: bool | str = AUTO
-
-
-@dataclass(frozen=True)
-class KernelRequest:
-    """One entry of a kernel list: a name in the kernel table, and options."""
-
-    name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_dict(self) -> str | dict[str, Any]:
-        return {"name": self.name, **self.options} if self.options else self.name
-
-
-@dataclass(frozen=True)
-class KernelFusion:
-    """The `kernel_fusion` block with its defaults; `only` and `exclude` are as in `ModulePaths`."""
-
-    enable: bool = True
-    jit: JitOptions | None = None
-    memory_efficient_fusion: MemoryEfficientOptions | None = None
-    custom_cuda_kernels: tuple[KernelRequest, ...] = ()
-    triton_kernels: tuple[KernelRequest, ...] = ()
-    backend: str = AUTO
-    only: tuple[str, ...] = EVERYTHING
-    exclude: tuple[str, ...] = ()
-
-    @property
-    def paths(self) -> ModulePaths:
-        """The modules that may be replaced."""
-        return ModulePaths(self.only, self.exclude)
 
 
 @dataclass(frozen=True)
@@ -290,7 +255,9 @@ def _top_level(source: Mapping[str, Any]) -> Config:
     preset = choice("preset", source["preset"], (*PRESET_NAMES, AUTO)) if "preset" in source else None
     blocks = written if preset is None else _merged(preset_config(preset), written)
     return Config(
-        kernel_fusion=_kernel_fusion(blocks["kernel_fusion"]) if "kernel_fusion" in blocks else KernelFusion(),
+        kernel_fusion=kernel_fusion(blocks["kernel_fusion"], _check_keys)
+        if "kernel_fusion" in blocks
+        else KernelFusion(),
         generation=_generation(blocks["generation"]) if "generation" in blocks else None,
         preset=preset,
     )
@@ -354,95 +321,6 @@ def _low_bit(value: Any) -> LowBitOptions | None:
     if options.bits == 8 and not options.symmetric:
         raise ConfigError(f"{where}.symmetric: 8 bits have no zero points; use 4 bits, or remove the key")
     return options
-
-
-def _kernel_fusion(block: Mapping[str, Any]) -> KernelFusion:
-    _check_keys("kernel_fusion", block, tuple(KernelFusion.__dataclass_fields__))
-    memory_efficient = _memory_efficient(block.get("memory_efficient_fusion", False))
-    custom, triton = (_kernels(key, block.get(key, ())) for key in (CUSTOM, TRITON))
-    if "jit" in block:
-        jit = _jit(block["jit"])
-    else:
-        # As in OSLO, `enable: True` alone means JIT fusion. Compiled training steps include these regions.
-        jit = None if memory_efficient else JitOptions(implied=bool(custom or triton))
-    paths = module_paths(block)
-    return KernelFusion(
-        enable=boolean("kernel_fusion.enable", block.get("enable", True)),
-        jit=jit,
-        memory_efficient_fusion=memory_efficient,
-        custom_cuda_kernels=custom,
-        triton_kernels=triton,
-        backend=choice("kernel_fusion.backend", block.get("backend", AUTO), KERNEL_BACKENDS),
-        only=paths.only,
-        exclude=paths.exclude,
-    )
-
-
-def _jit(value: Any) -> JitOptions | None:
-    if isinstance(value, bool):
-        return JitOptions() if value else None
-    if not isinstance(value, Mapping):
-        raise ConfigError(
-            f"kernel_fusion.jit: expected true, false or a dict such as {{'backend': 'inductor'}}, "
-            f"got {type(value).__name__}"
-        )
-    _check_keys("kernel_fusion.jit", value, ("backend",))
-    return JitOptions(choice("kernel_fusion.jit.backend", value.get("backend", "torchscript"), JIT_BACKENDS))
-
-
-def _memory_efficient(value: Any) -> MemoryEfficientOptions | None:
-    where, default = "kernel_fusion.memory_efficient_fusion", MemoryEfficientOptions()
-    if isinstance(value, bool):
-        return default if value else None
-    if not isinstance(value, Mapping):
-        raise ConfigError(
-            f"{where}: expected true, false or a dict such as {{'budget': 0.5}}, got {type(value).__name__}"
-        )
-    _check_keys(where, value, tuple(MemoryEfficientOptions.__dataclass_fields__))
-    captured = value.get("cuda_graphs", default.cuda_graphs)
-    if not (isinstance(captured, str) and captured == AUTO):
-        captured = boolean(f"{where}.cuda_graphs", captured, f", or {AUTO!r}")
-    return MemoryEfficientOptions(
-        budget=fraction(f"{where}.budget", value.get("budget", default.budget)),
-        backend=choice(f"{where}.backend", value.get("backend", default.backend), MEMORY_BACKENDS),
-        cuda_graphs=captured,
-    )
-
-
-def _kernels(key: str, value: Any) -> tuple[KernelRequest, ...]:
-    where = f"kernel_fusion.{key}"
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        fix = f"; write [{value!r}]" if value in listed(key) else "; write [] for none"
-        raise ConfigError(f"{where}: expected a list of kernel names, got {type(value).__name__}{fix}")
-    requests = tuple(_kernel(f"{where}[{position}]", entry, key) for position, entry in enumerate(value))
-    names = [request.name for request in requests]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"{where}: {name!r} is listed {names.count(name)} times; list it once")
-    return requests
-
-
-def _kernel(where: str, entry: Any, key: str) -> KernelRequest:
-    if isinstance(entry, Mapping):
-        if "name" not in entry:
-            raise ConfigError(f"{where}: a kernel given as a dict needs a 'name'")
-        name, options = entry["name"], {key: value for key, value in entry.items() if key != "name"}
-    else:
-        name, options = entry, {}
-    if not isinstance(name, str):
-        raise ConfigError(f"{where}: expected the name of a kernel, got {type(name).__name__}")
-    known = listed(key)
-    if name not in known:
-        if name in kernels():
-            raise ConfigError(f"{where}: {name!r} is not built yet for this list, which accepts {', '.join(known)}")
-        raise ConfigError(f"{where}: unknown kernel {shown(name)}; {nearest(name, known)}known: {', '.join(known)}")
-    types = known[name].lists[key]
-    if options and not types:
-        raise ConfigError(f"{where}: {name} takes no options, got {', '.join(map(shown, options))}")
-    _check_keys(where, options, types)
-    for option, value in options.items():
-        typed(f"{where}.{option}", value, types[option])
-    return KernelRequest(name, options)
 
 
 def __getattr__(name: str) -> Any:

@@ -43,6 +43,8 @@ class Kernel:
         order: kernels with a lower order claim modules first; those with the same order, in order of registration.
         only_trains: whether the kernel acts in training steps only, or on their loss; `verify` then runs one.
         never_trains: whether the kernel acts in calls without gradients only; "auto" does not try it for training.
+        only_generates: whether the kernel acts in `generate()` only; "auto" tries it for no other call.
+        gpu_options: options that have no effect on a CPU; "auto" does not try them there.
     """
 
     name: str
@@ -54,6 +56,8 @@ class Kernel:
     order: int = 0
     only_trains: bool = False
     never_trains: bool = False
+    only_generates: bool = False
+    gpu_options: tuple[str, ...] = ()
 
     @property
     def proposer(self) -> Callable[[Any], Any]:
@@ -149,6 +153,9 @@ def _problem(kernel: Kernel) -> str | None:
         for option, kind in options.items():
             if kind not in OPTION_TYPES or option == "name":
                 return f"option {option!r} cannot have the type {kind!r}; known are bool, int, float and str"
+    for option in kernel.gpu_options:
+        if not any(option in options for options in kernel.lists.values()):
+            return f"gpu_options names {option!r}, which no list accepts"
     accepted = next(iter(kernel.lists.values()))
     for preset, options in kernel.presets.items():
         if preset not in PRESETS:
@@ -233,6 +240,7 @@ _BUILT_IN = {
             {CUSTOM: {"cuda_graphs": bool}},
             _INFERENCE,
             never_trains=True,
+            gpu_options=("cuda_graphs",),
         ),
         Kernel(
             "FusedDropoutAdd",
@@ -257,6 +265,7 @@ _BUILT_IN = {
             {CUSTOM: {}},
             _INFERENCE,
             never_trains=True,
+            only_generates=True,
         ),
         Kernel(
             "FusedLMHead", f"{_STRATEGIES}.heads.propose_inference", None, {CUSTOM: {}}, _INFERENCE, never_trains=True

@@ -22,6 +22,7 @@ LAYERS = (
         "kernel_table",
         "config_checks",
         "config_file",
+        "config_fusion",
         "config",
         "module_paths",
         "measurements",

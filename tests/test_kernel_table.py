@@ -153,6 +153,7 @@ def test_a_lower_order_claims_a_module_first():
         ({"lists": {"cuda_kernels": {}}}, "unknown list 'cuda_kernels'; known are custom_cuda_kernels, triton_kernels"),
         ({"lists": {CUSTOM: {"sizes": list}}}, "option 'sizes' cannot have the type"),
         ({"lists": {CUSTOM: {"name": str}}}, "option 'name' cannot"),
+        ({"gpu_options": ("speed",)}, "gpu_options names 'speed', which no list accepts"),
         ({"presets": {"inferense": {}}}, "unknown preset 'inferense'"),
         ({"presets": {"inference": {"speed": 1}}}, "preset 'inference' passes the option 'speed'"),
         ({"propose": "fuseopt.strategies.nothing.propose"}, "cannot be imported: No module named"),

@@ -21,11 +21,6 @@ from fuseopt.strategies import STRATEGIES
 
 _STRATEGY_OF = {CUSTOM: "kernels", TRITON: "triton"}
 
-_GENERATES = "FusedNoRepeatNGram"
-"""The kernel that acts in `generate()` only."""
-_ON_A_GPU = "cuda_graphs"
-"""The option of kernels that has no effect on a CPU."""
-
 _BACKENDS = tuple(name for name in KERNEL_BACKENDS if name not in ("auto", "reference"))
 
 Edit = Callable[[dict[str, Any]], object]
@@ -147,7 +142,7 @@ class Choices:
         if key == CUSTOM and TRITON in accepted:
             yield f"{name} by Triton", functools.partial(_exchange, key=key, name=name, by={TRITON: {"name": name}})
         for option, kind in accepted[key].items():
-            if kind is bool and not (self._is_on_cpu and option == _ON_A_GPU):
+            if kind is bool and not (self._is_on_cpu and option in kernels()[name].gpu_options):
                 value = not request.get(option, False)
                 switched = {**request, option: value}
                 yield f"{name} {option}={value}", functools.partial(_exchange, key=key, name=name, by={key: switched})
@@ -157,7 +152,7 @@ class Choices:
         run on another backend than it asks for.
         """
         plan = build_plan(self._model, extended(base, self._written), STRATEGIES)
-        acting = tuple(r for r in plan.replacements if self._kind is Kind.GENERATE or r.request != _GENERATES)
+        acting = tuple(r for r in plan.replacements if self._kind is Kind.GENERATE or not _only_generates(r.request))
         config = effective(replace(plan, replacements=acting))
         found = sorted((r.sites[0].path, r.target, str(r.backend)) for r in acting)
         same = repr((found, replace(config, kernel_fusion=replace(config.kernel_fusion, backend="auto"))))
@@ -165,6 +160,12 @@ class Choices:
         if same not in self._seen and refused < len(found):
             self._seen.add(same)
             yield Choice(name, effective(plan), refused)
+
+
+def _only_generates(request: str) -> bool:
+    """Whether `request`, a kernel's name or another strategy's, is a kernel that acts in `generate()` only."""
+    kernel = kernels().get(request)
+    return kernel is not None and kernel.only_generates
 
 
 def effective(plan: Plan) -> Config:

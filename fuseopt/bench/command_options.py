@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import fuseopt
 
 MODEL = "a name (gpt2, gpt2-xl, t5-base, ...), a folder with a config.json, or a model id in transformers' cache"
 CONFIG = 'what to fuse: a preset (inference, training, reference), a JSON file, or JSON text: {"preset": "inference"}'
@@ -227,3 +230,8 @@ def add_show(parser: Any) -> None:
         metavar="FILE",
         help="also draw the one result file into a .png, .svg or .pdf file (needs matplotlib); default: do not",
     )
+
+
+def loaded_configs(sources: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Configs as JSON types, by the file or preset name that the user gave."""
+    return {source: fuseopt.Config.load(source).to_dict() for source in sources}

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-import fuseopt
-from fuseopt.bench import command_options
+from fuseopt.bench import command_options, generate_commands
+from fuseopt.bench.command_options import loaded_configs
 from fuseopt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,23 +52,23 @@ def add_benchmarks(commands: Any) -> None:
         (
             "generate",
             "generate() per new token",
-            _bench_generate,
-            (command_options.add_generate, _add_generate, generation),
+            _run_by(generate_commands.generate_run),
+            (command_options.add_generate, generate_commands.add_generate, generation),
         ),
         (
             "low-bit",
             "generate() with weights in 8 or 4 bits, and how well checkpoints with such weights predict texts",
-            _bench_low_bit,
+            _run_by(generate_commands.low_bit_run),
             (
                 command_options.add_low_bit,
-                _add_static,
+                generate_commands.add_static,
                 functools.partial(command_options.add_configs, default=_LOW_BIT),
             ),
         ),
         (
             "kernels",
             "each kernel of a decode step, on a GPU",
-            _bench_kernels,
+            _run_by(generate_commands.kernels_run),
             (command_options.add_generate, generation),
         ),
         ("train", "training steps: forward, backward and AdamW", _bench_train, (*sized, *step, _add_budget)),
@@ -116,42 +115,6 @@ def add_tune(commands: Any) -> None:
     command_options.add_tune(tune)
     command_options.add_results(tune)
     tune.set_defaults(run=_bench_tune)
-
-
-def _add_static(parser: Any) -> None:
-    command_options.add_compile(parser, "transformers' static cache with torch.compile")
-    parser.add_argument(
-        "--compile-seconds",
-        type=command_options.positive,
-        default=60,
-        metavar="N",
-        help="a call of torch.compile that takes longer than so many seconds is not timed; default: 60",
-    )
-
-
-def _add_generate(parser: Any) -> None:
-    _add_static(parser)
-    parser.add_argument(
-        "--first-call", action="store_true", help="time the first call of a fresh process too, for each row and system"
-    )
-    parser.add_argument(
-        "--samplings",
-        action="store_true",
-        help="common settings of sampling beside greedy, all with the decode loop; default: GPT-2, 1, 8, 64 rows",
-    )
-    parser.add_argument(
-        "--lora",
-        type=command_options.positive,
-        metavar="N",
-        help="LoRA adapters of rank N, unmerged, then merged; needs peft; default: none",
-    )
-    parser.add_argument(
-        "--prefix",
-        type=command_options.positive,
-        metavar="TOKENS",
-        help="tokens of a prefix that all calls share; times prompts after it with and without a prefix cache, and the "
-        "prompts alone; default: no prefix, and the same prompts in all calls",
-    )
 
 
 def _add_budget(parser: Any) -> None:
@@ -201,89 +164,11 @@ def _bench_tutorial(arguments: argparse.Namespace) -> int:
     return _bench(arguments, functools.partial(tutorial.run, **sizes))
 
 
-_SIZES, _SAMPLING = ("prompt", "new", "beams", "ngram"), ("temperature", "top_k", "top_p")
-
-
-def _bench_generate(arguments: argparse.Namespace) -> int:
-    from fuseopt.bench.harness.generate_rows import PREFIX_CACHE
-    from fuseopt.bench.suites import generate, samplings
-
-    options = _generate_options(arguments)
-    if arguments.samplings:
-        others = ("families", "sample", "config", "compile", "first_call", "lora", "prefix")
-        if given := [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name)]:
-            raise ConfigError(f"--samplings: has its own settings; leave out {', '.join(given)}")
-        return _bench(arguments, functools.partial(samplings.run, rows=options["rows"], dtype=options["dtype"]))
-    if arguments.lora:
-        if not arguments.model:
-            raise ConfigError("--lora: also name a model, such as --model gpt2")
-        adapted = [replace(row, lora=arguments.lora) for row in options["rows"]]
-        options["rows"] = [replace(row, merged=merged) for row in adapted for merged in (False, True)]
-    if arguments.prefix:
-        if not arguments.model:
-            raise ConfigError("--prefix: also name a model, such as --model smollm2-360m")
-        options["rows"] = [replace(row, prefix=prefix) for row in options["rows"] for prefix in (0, arguments.prefix)]
-        options["configs"] = options["configs"] or {"preset": "inference", "with a prefix cache": PREFIX_CACHE}
-    compile = {"compile": arguments.compile, "compile_seconds": arguments.compile_seconds}
-    run = functools.partial(generate.run, **options, **compile, first_calls=arguments.first_call)
-    return _bench(arguments, run)
-
-
-def _bench_low_bit(arguments: argparse.Namespace) -> int:
-    from fuseopt.bench.harness.generate_rows import Row
-    from fuseopt.bench.suites import low_bit
-
-    sizes = {name: value for name in ("prompt", "new") if (value := getattr(arguments, name)) is not None}
-    if not arguments.model and (sizes or arguments.batch):
-        raise ConfigError("--batch, --prompt, --new: also name a model, such as --model gpt2")
-    options = {
-        "rows": [Row(model, batch, **sizes) for model in arguments.model for batch in arguments.batch or [1]],
-        "dtype": arguments.dtype and getattr(torch, arguments.dtype),
-        "configs": _configs(arguments.config) or None,
-        **{name: getattr(arguments, name) for name in ("compile", "compile_seconds", "checkpoints")},
-    }
-    return _bench(arguments, functools.partial(low_bit.run, **options))
-
-
-def _bench_kernels(arguments: argparse.Namespace) -> int:
-    from fuseopt.bench.suites import kernels
-
-    return _bench(arguments, functools.partial(kernels.run, **_generate_options(arguments)))
-
-
-def _generate_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Rows, dtype and configs of `bench generate` and `bench kernels`."""
-    from fuseopt.bench.harness.generate_rows import FAMILY_ROWS, Row
-
-    given = {
-        name: value
-        for name in (*_SIZES, *_SAMPLING, "sample", "eos", "batch")
-        if (value := getattr(arguments, name)) is not None and value is not False
-    }
-    flags = {name: "--" + name.replace("_", "-") for name in given}
-    if flags and not arguments.model:
-        raise ConfigError(f"{', '.join(flags.values())}: also name a model, such as --model gpt2")
-    sampling = {name: given[name] for name in _SAMPLING if name in given}
-    if sampling and not arguments.sample:
-        raise ConfigError(f"{', '.join(flags[name] for name in sampling)}: has an effect only with --sample")
-    sizes: dict[str, Any] = {name: given[name] for name in (*_SIZES, "eos") if name in given}
-    if arguments.sample:
-        sizes["sampling"] = sampling
-    if arguments.families and arguments.model:
-        raise ConfigError("--families: has its own models; leave out --model")
-    named = [Row(model, batch, **sizes) for model in arguments.model for batch in arguments.batch or [1]]
-    return {
-        "rows": FAMILY_ROWS if arguments.families else named,
-        "dtype": arguments.dtype and getattr(torch, arguments.dtype),
-        "configs": _configs(arguments.config) or None,
-    }
-
-
 def _bench_train(arguments: argparse.Namespace) -> int:
     from fuseopt.bench.suites import train
 
     rows = _train_rows(arguments)
-    configs = train.budget_configs(arguments.budget) | _configs(arguments.config)
+    configs = train.budget_configs(arguments.budget) | loaded_configs(arguments.config)
     options = {"rows": rows, "configs": configs or None, "compile": arguments.compile}
     return _bench(arguments, functools.partial(train.run, **options))
 
@@ -291,7 +176,7 @@ def _bench_train(arguments: argparse.Namespace) -> int:
 def _bench_capacity(arguments: argparse.Namespace) -> int:
     from fuseopt.bench.suites import capacity
 
-    options = {"configs": _configs(arguments.config) or None, "compile": arguments.compile}
+    options = {"configs": loaded_configs(arguments.config) or None, "compile": arguments.compile}
     return _bench(arguments, functools.partial(capacity.run, rows=_train_rows(arguments), **options))
 
 
@@ -328,7 +213,7 @@ def _bench_scaling(arguments: argparse.Namespace) -> int:
         arguments.precision,
         arguments.padded,
     )
-    ((name, config),) = _configs([arguments.config]).items()
+    ((name, config),) = loaded_configs([arguments.config]).items()
     options = {"row": row, "processes": arguments.processes, "name": name, "config": config}
     return _bench(arguments, functools.partial(scaling.run, **options))
 
@@ -341,13 +226,8 @@ def _bench_curves(arguments: argparse.Namespace) -> int:
         for model in arguments.model or ("gpt2-kjv", "t5-kjv")
     ]
     options = {"rows": rows, "steps": arguments.steps, "seeds": arguments.seeds}
-    configs = _configs(arguments.config or ["training"])
+    configs = loaded_configs(arguments.config or ["training"])
     return _bench(arguments, functools.partial(curves.run, configs=configs, **options))
-
-
-def _configs(sources: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Configs as JSON types, by the file or preset name that the user gave."""
-    return {source: fuseopt.Config.load(source).to_dict() for source in sources}
 
 
 def _bench(arguments: argparse.Namespace, run: Callable[..., Results]) -> int:
@@ -377,6 +257,11 @@ def _bench(arguments: argparse.Namespace, run: Callable[..., Results]) -> int:
     comparison = compare(results, earlier)
     print(f"\nagainst {arguments.against}: {comparison}")
     return 1 if comparison.slower or failures else 0
+
+
+def _run_by(run_of: Callable[[argparse.Namespace], Callable[..., Results]]) -> Callable[[argparse.Namespace], int]:
+    """A command: `_bench` of the run that `run_of` makes of the arguments."""
+    return lambda arguments: _bench(arguments, run_of(arguments))
 
 
 def _bench_tune(arguments: argparse.Namespace) -> int:

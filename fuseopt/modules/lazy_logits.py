@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from fuseopt import ops
-from fuseopt.ops.library import without_autocast
+from fuseopt.ops.library import Observer, without_autocast
 from fuseopt.runtime.written_values import sample
 
 
@@ -32,7 +33,7 @@ class LinearOutput:
         self.computed: Tensor | None = None
         self.hooks: OrderedDict[int, Callable] = OrderedDict()
         self._versions = self._versions_now()
-        self._sample = None if torch.compiler.is_dynamo_compiling() else sample(weight).clone()
+        self._sample = sample(weight).clone() if _has_real_values(weight) else None
 
     def _versions_now(self) -> tuple[int, int]:
         return self.input._version, self.weight._version
@@ -40,17 +41,20 @@ class LinearOutput:
     def _has_changed(self) -> bool:
         """Whether input or weight have been written to since: by version, the weight also by sampled values.
 
-        Waits for a GPU.
+        Comparing samples waits for a GPU. Only versions are compared where values cannot be read: under a dispatch
+        mode or a function transform, and while a CUDA graph is captured.
         """
         # While Dynamo traces, version counters are not real, and the graph keeps the order of reads and writes.
         if torch.compiler.is_dynamo_compiling():
             return False
         if self._versions != self._versions_now():
             return True
-        return self._sample is not None and not torch.equal(self._sample, sample(self.weight))
+        if self._sample is None or not _has_real_values(self.weight):
+            return False
+        return not torch.equal(self._sample, sample(self.weight))
 
     def tensor(self) -> Tensor:
-        """The product, [..., classes].
+        """The product, [..., classes]. The first read waits for a GPU.
 
         Raises:
             RuntimeError: input or weight have been modified in place since, as by an optimizer's step.
@@ -84,12 +88,29 @@ class LinearOutput:
         )
 
 
+def _has_real_values(tensor: Tensor) -> bool:
+    """Whether the host can read the tensor's values now.
+
+    False for tensors on the meta device and subclasses with their own dispatch (FakeTensor), under a tracer, transform
+    or dispatch mode, and while a CUDA graph is captured, which a wait for the device would break.
+    """
+    return not (
+        torch.compiler.is_dynamo_compiling()
+        or tensor.is_meta
+        or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+        or torch._C._are_functorch_transforms_active()
+        or not all(isinstance(mode, Observer) for mode in _get_current_dispatch_mode_stack())
+        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
 class LazyLogits:
     """Stands in for the logits [..., classes] of a training step.
 
     Reading shape, dtype and device computes nothing. `float()`, `contiguous()` and a view as [rows, classes] return
     LazyLogits again. `F.cross_entropy` of these against class indices runs `ops.linear_cross_entropy`. Any other
-    operator, method or torch function computes the tensor, once; from then on cross-entropy is torch's own, too.
+    operator, method or torch function computes the tensor, once, and waits for a GPU to check that the weight is as it
+    was; from then on cross-entropy is torch's own, too.
 
     It is not a `torch.Tensor` to `isinstance`; `tensor()` returns one, and so does a copy or a pickle.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 
@@ -12,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import fuseopt
-from fuseopt import apply
+from fuseopt import apply, kernel_table
 from fuseopt.auto import search
 from fuseopt.auto.planned import AutoPlan
 from fuseopt.config import Config
@@ -112,6 +113,23 @@ def test_leaves_a_bad_part_of_the_best_preset_out(clock):
     model = auto(clock, tiny.gpt2())
     assert targets(model) == {"FusedGELU", BLOCK, "FusedNoRepeatNGram"}  # the last acts in no forward
     assert notes(model)["inference, without FusedLayerNorm"] == "kept"
+
+
+@pytest.mark.parametrize(("norm", "kept"), [(0.9, "FusedLayerNorm"), (1.0, "stock")])
+def test_the_next_fastest_start_is_kept_if_the_best_is_not_confirmed(clock, monkeypatch, norm, kept):
+    clock.factors = {"FusedGELU": 0.5, "FusedLayerNorm": 0.9, BLOCK: 1.5}
+    confirmed = search.Search._confirmed
+
+    def timed_again(*arguments):
+        clock.factors |= {"FusedGELU": 1.2, "FusedLayerNorm": norm}
+        return confirmed(*arguments)
+
+    monkeypatch.setattr(search.Search, "_confirmed", timed_again)
+    model = auto(clock, tiny.gpt2())
+    assert targets(model) == {kept} - {"stock"}
+    assert fuseopt.report(model).measured.kept.speed_up == pytest.approx(1 / norm)
+    noted = {name for name, note in notes(model).items() if note == "within noise of stock when timed again"}
+    assert noted >= {"FusedGELU, with FusedLayerNorm", "FusedGELU"}
 
 
 @pytest.mark.parametrize("factor", [0.99, 1.0, 1.3])
@@ -433,6 +451,24 @@ def test_options_without_effect_on_a_cpu_are_not_measured_there(clock):
     model = auto(clock, tiny.gpt2().cpu())
     assert BLOCK in targets(model) and "inference, without FusedBlock" in notes(model)
     assert not any("cuda_graphs" in name for name in notes(model))
+
+
+def test_where_an_own_kernel_has_an_effect_is_read_from_its_entry(clock, monkeypatch):
+    def propose(context):
+        for candidate in context.index.of_class("torch.nn.modules.normalization.LayerNorm"):
+            yield context.replacement(candidate.sites, "LayerNorm", context.request, "", lambda m=candidate.module: m)
+
+    monkeypatch.setattr(kernel_table, "_kernels", dict(kernel_table._kernels))
+    lists = {kernel_table.CUSTOM: {"streams": bool, "exact": bool}}
+    entry = kernel_table.Kernel("FusedMine", propose, None, lists, gpu_options=("streams",))
+    kernel_table.register_kernel(entry)
+    kernel_table.register_kernel(dataclasses.replace(entry, name="FusedLoop", only_generates=True))
+    choices = fuseopt.plan(tiny.gpt2(), "auto").choices
+    assert "FusedMine" in choices["forward"] and "FusedLoop" not in choices["forward"]
+    assert "FusedLoop" in choices["generate()"]
+    clock.factors = {"FusedMine": 0.5, BLOCK: 1.5, "FusedLayerNorm": 1.5}
+    noted = notes(auto(clock, tiny.gpt2().cpu()))
+    assert "FusedMine, FusedMine exact=True" in noted and not any("streams" in name for name in noted)
 
 
 def test_transformers_compiles_generate_on_a_cpu_too_but_no_beam_search(clock, monkeypatch):

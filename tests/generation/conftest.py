@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fuseopt.generation import generate
+from fuseopt.generation import call
 from fuseopt.generation.engine import attention, layers, residual_stream
 from fuseopt.generation.engine.graphs import StepGraphs
 from fuseopt.generation.prompt import early_prefill, prompts
@@ -15,7 +15,7 @@ def pretend_kernels(monkeypatch):
     """Call: lets a CPU take the paths of a GPU, with the CPU kernels or the references of the ops."""
 
     def pretend():
-        for module in (attention, layers, residual_stream, generate):
+        for module in (attention, layers, residual_stream, call):
             monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
         monkeypatch.setattr(layers, "is_fast", lambda *_: True)
         for module in (prompts, early_prefill):

@@ -11,7 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StoppingCriteria
 
 import fuseopt
 from fuseopt import ops
-from fuseopt.generation import generate as generation
+from fuseopt.generation import call
 from fuseopt.generation.engine import attention, layers
 from fuseopt.generation.engine.graphs import StepGraphs, StepWork
 from fuseopt.generation.families.gpt2 import GPT2Step
@@ -386,7 +386,7 @@ def test_without_the_cpu_library_attention_reads_caches_as_far_as_they_are_fille
     family, kwargs, each_device, monkeypatch
 ):
     """A short call fills few of its slots; reading all of them made beams slower than in transformers."""
-    for module in (attention, layers, generation):
+    for module in (attention, layers, call):
         monkeypatch.setattr(module, "has_kernel", lambda *_: False)
     model, lengths, attend = tiny.FAMILIES[family](), set(), torch.nn.functional.scaled_dot_product_attention
 

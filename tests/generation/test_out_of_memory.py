@@ -13,9 +13,9 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 import fuseopt
+from fuseopt.generation.call import GenerateCall
 from fuseopt.generation.engine.graphs import StepGraphs, StepWork
 from fuseopt.generation.engine.state import DecodeState
-from fuseopt.generation.generate import GenerateCall
 from fuseopt.generation.hf.step_proxy import StepModelProxy
 from fuseopt.generation.prepared_call import PreparedCall
 from fuseopt.generation.tiers import Tier

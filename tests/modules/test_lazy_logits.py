@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from fuseopt import ops
 from fuseopt.modules import FusedLinearCrossEntropy
@@ -162,6 +163,36 @@ def test_a_write_that_changes_no_version_is_seen(writes):
     assert fused.weight._version == before and logits.output.computed is None
     with pytest.raises(RuntimeError, match=r"read them before optimizer.step\(\)"):
         logits.argmax(-1)
+
+
+@pytest.mark.parametrize("made", ["in the mode", "before it"])
+def test_logits_are_read_under_a_fake_tensor_mode(made):
+    _, fused = heads()
+    logits = fused(inputs()[0])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        if made == "in the mode":
+            logits = fused(torch.empty(2, 5, 8, requires_grad=True))
+        assert isinstance(logits, LazyLogits) and (logits + 0).shape == (2, 5, 31)
+
+
+def test_logits_are_read_on_the_meta_device():
+    fused = heads()[1].to("meta")
+    assert (fused(torch.empty(2, 5, 8, device="meta")) + 0).shape == (2, 5, 31)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["in the capture", "before it"])
+def test_logits_are_read_while_a_cuda_graph_is_captured(before, each_device):
+    if each_device.type != "cuda":
+        pytest.skip("needs a GPU")
+    source, fused = heads()
+    input = inputs()[0].detach()
+    expected, logits = source(input), fused(input) if before else None
+    (fused(input) + 0).sum()  # cuBLAS is initialised outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        read = (fused(input) if logits is None else logits) + 0
+    graph.replay()
+    torch.testing.assert_close(read, expected)
 
 
 def test_copies_and_pickles_are_tensors():

@@ -451,6 +451,13 @@ TRAINING = (
         ),
     ),
     Mutant(
+        "lazy logits compare values under a dispatch mode",
+        "fuseopt/modules/lazy_logits.py",
+        "or not all(isinstance(mode, Observer) for mode in _get_current_dispatch_mode_stack())",
+        "",
+        ("tests/modules/test_lazy_logits.py::test_logits_are_read_under_a_fake_tensor_mode",),
+    ),
+    Mutant(
         "lazy logits are computed of a weight that has changed",
         "fuseopt/modules/lazy_logits.py",
         "if self._has_changed():",
@@ -628,6 +635,13 @@ AUTO = (
         _SEARCH,
         "return spread.low > 1 and spread.median >= max(LEAST_GAIN, 1 + self.noise)",
         "return spread.median > 1",
+        ("tests/auto/test_auto.py",),
+    ),
+    Mutant(
+        "auto keeps stock if the best is not confirmed",
+        _SEARCH,
+        "self._confirmed(best, stock) or self._next_confirmed(stock)",
+        "self._confirmed(best, stock) or stock",
         ("tests/auto/test_auto.py",),
     ),
     Mutant(

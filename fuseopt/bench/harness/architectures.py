@@ -105,6 +105,11 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype, **override
     return model.eval()
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has files of weights; loads none."""
+    return any(found for end in _WEIGHTS for found in folder.glob(end))
+
+
 def saved_model(source: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel | None:
     """The model of a folder or a model id in transformers' cache with its weights, in eval mode; None if it has none.
 
@@ -113,7 +118,7 @@ def saved_model(source: str, device: torch.device, dtype: torch.dtype) -> PreTra
     """
     config = load_config(source)
     folder = Path(config._name_or_path)
-    if not config._name_or_path or not any(found for end in _WEIGHTS for found in folder.glob(end)):
+    if not config._name_or_path or not has_weights(folder):
         return None
     name = next((name for name in config.architectures or () if hasattr(transformers, name)), None)
     model_class = getattr(transformers, name) if name else _auto_class(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from fuseopt.bench.harness import torchao_weights
-from fuseopt.bench.harness.architectures import saved_model
+from fuseopt.bench.harness.architectures import has_weights, saved_model
 from fuseopt.bench.harness.bytes_floor import cache_bytes, read_bandwidth, weight_bytes
 from fuseopt.bench.harness.generate_rows import GENERATION, Row
-from fuseopt.bench.harness.measure import against_stock, measure
+from fuseopt.bench.harness.measure import WHOLE_CASE, against_stock, measure
 from fuseopt.bench.harness.records import STATIC, STOCK, Record, Results
 from fuseopt.bench.harness.workloads import FusionConfig, dtype_name, fuse, limited, parameter_sharing_copy
 from fuseopt.bench.suites.demo import default_checkpoints
@@ -82,12 +83,21 @@ def run(
         ways = _Ways(row, row.dtype_in(dtype), device, CONFIGS if configs is None else configs)
         cases += [_Times(ways, compiling or None), *(_Text(ways, path) for path in texts if ways.is_trained)]
     bandwidth = read_bandwidth(device)
-    return Results.measured_here("low-bit", measure(cases, lambda case: case.records(bandwidth)), unit="us")
+    last = {id(case.ways): case for case in cases}
+
+    def records(case: _Times | _Text) -> Iterator[Record]:
+        try:
+            yield from case.records(bandwidth)
+        finally:
+            if case is last[id(case.ways)]:
+                case.ways.forget_models()
+
+    return Results.measured_here("low-bit", measure(cases, records), unit="us")
 
 
 @dataclass(frozen=True)
 class _Ways:
-    """The variants of one model that are compared."""
+    """The variants of one model that are compared; made on first use, for all cases of a row."""
 
     row: Row
     dtype: torch.dtype
@@ -99,18 +109,17 @@ class _Ways:
         """The model's name, without its folder."""
         return Path(self.row.model).name
 
-    @functools.cached_property
+    @property
     def is_trained(self) -> bool:
-        return Path(self.row.model, "tokenizer.json").is_file() and self._saved is not None
-
-    @functools.cached_property
-    def _saved(self) -> nn.Module | None:
-        return saved_model(self.row.model, self.device, self.dtype)
+        """Whether the model is a folder with a tokenizer and weights."""
+        folder = Path(self.row.model)
+        return (folder / "tokenizer.json").is_file() and has_weights(folder)
 
     @functools.cached_property
     def models(self) -> Mapping[str, nn.Module | str]:
         """Name of a variant -> its model, or why there is none. Stock is first."""
-        stock = self.row.random_model(self.device, self.dtype) if self._saved is None else self._saved
+        saved = saved_model(self.row.model, self.device, self.dtype)
+        stock = self.row.random_model(self.device, self.dtype) if saved is None else saved
         models: dict[str, nn.Module | str] = {STOCK: stock}
         for name, config in self.configs.items():
             twin = parameter_sharing_copy(stock)
@@ -119,6 +128,11 @@ class _Ways:
         for name, bits in TORCHAO.items():
             models[name] = torchao_weights.quantised(stock, bits)
         return models
+
+    def forget_models(self) -> None:
+        """Frees the memory of `models`."""
+        vars(self).pop("models", None)
+        gc.collect()
 
 
 @dataclass(frozen=True)
@@ -194,6 +208,9 @@ class _Text:
         lines = self.text.read_text(encoding="utf-8").splitlines()
         ids = [line[: _PROMPT + _COMPARED] for line in tokenizer(lines, add_special_tokens=False)["input_ids"]]
         long = [line for line in ids if len(line) == _PROMPT + _COMPARED]
+        if not long:
+            yield Record(self.name, WHOLE_CASE, note=f"no line of {_PROMPT + _COMPARED} tokens")
+            return
         rows = torch.tensor(long[:_MOST_LINES], device=self.ways.device)
         expected: Tensor | None = None
         for name, model in self.ways.models.items():

@@ -3,6 +3,7 @@
 import math
 import sys
 import types
+import weakref
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,34 @@ def test_a_checkpoint_predicts_texts(monkeypatch):
     columns = results.columns()
     assert columns["perplexity"][0] == "" and columns[results.shown_unit][5] == ""
     assert "not run" in columns[results.shown_unit]
+
+
+def test_models_of_a_row_are_freed_before_the_next_row(monkeypatch):
+    monkeypatch.setattr(low_bit, "TORCHAO", {})
+    made, random_model = [], Row.random_model
+
+    def recorded(*arguments):
+        assert not [each for each in made if each() is not None]
+        model = random_model(*arguments)
+        made.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(Row, "random_model", recorded)
+    rows = [Row("gpt2-tiny", batch, **SIZES) for batch in (1, 2)]
+    results = low_bit.run(device=CPU, rows=rows, configs=INT8)
+    assert len(results.rows) == 4 and not any(row.failed for row in results.rows) and len(made) == 2
+
+
+def test_a_checkpoint_is_loaded_once_and_a_text_of_short_lines_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(low_bit, "TORCHAO", {})
+    loaded, saved_model = [], low_bit.saved_model
+    monkeypatch.setattr(low_bit, "saved_model", lambda *given: loaded.append(given) or saved_model(*given))
+    monkeypatch.setattr(low_bit, "read_bandwidth", lambda device: loaded.append("all cases are listed") or 1e9)
+    (tmp_path / "held-out.txt").write_text("In the beginning\n")
+    row = Row(str(default_checkpoints() / "llama-kjv"), 1, **SIZES)
+    *times, text = low_bit.run(device=CPU, rows=[row], configs={}, checkpoints=tmp_path).rows
+    assert loaded[0] == "all cases are listed" and len(loaded) == 2
+    assert [row.variant for row in times] == ["stock"] and text.note == "no line of 24 tokens" and not text.failed
 
 
 def test_no_checkpoint_was_trained_on_the_held_out_text():
