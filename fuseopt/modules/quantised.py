@@ -127,6 +127,9 @@ def quantised_weight(module: nn.Module) -> QuantisedWeight | None:
         _require(read.scales.dtype in DTYPES, read.layout, f"its scales are {read.scales.dtype}")
     except _NotRead as reason:
         raise UnreadableWeight(str(reason), module) from None
+    except (AttributeError, IndexError, TypeError) as error:
+        # Another version of the library stores other attributes.
+        raise UnreadableWeight(f"is quantised, and laid out otherwise than is known here ({error})", module) from error
     return read
 
 
@@ -288,7 +291,8 @@ def _torchao_weight(layout: str, module: nn.Linear, *unset: str) -> Any:
     _check_device(layout, weight.device)
     _require(weight.dim() == 2, layout, f"its weight has {weight.dim()} dimensions")
     for name in unset:
-        _require(getattr(weight, name) is None, layout, f"its input is quantised or scaled too ({name})")
+        # Versions of torchao that lack the attribute cannot do what it stands for.
+        _require(getattr(weight, name, None) is None, layout, f"its input is quantised or scaled too ({name})")
     return weight
 
 
