@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fuseopt.modules import lora
 from fuseopt.modules.base import full_name
 from fuseopt.modules.children import CONV1D, LINEAR
 from fuseopt.ops.low_bit import DTYPES, GROUPS, LowBitWeight, no_kernel_reason, pack, unpack
@@ -102,7 +103,7 @@ class QuantisedWeight:
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Whether a module, or its weight, is of a quantised class for which this file has a reader."""
+    """Whether a module, its weight, or the layer inside a LoRA layer is of a class for which this file has a reader."""
     return _reader(module) is not None
 
 
@@ -115,7 +116,8 @@ def quantised_weight(module: nn.Module) -> QuantisedWeight | None:
     """The weight of a quantised linear layer; None for a module that is not one.
 
     Raises:
-        UnreadableWeight: the layer is quantised, and `LowBitWeight` cannot hold its weight.
+        UnreadableWeight: the layer is quantised, and `LowBitWeight` cannot hold its weight, or a LoRA layer is around
+            it.
     """
     reader = _reader(module)
     if reader is None:
@@ -197,6 +199,8 @@ def only_decompresses(model: nn.Module) -> bool:
 
 def _reader(module: nn.Module) -> Callable[[Any], QuantisedWeight] | None:
     name = full_name(type(module))
+    if name == lora.LINEAR:
+        return None if _reader(module.base_layer) is None else _inside_lora  # type: ignore[arg-type]
     if name != LINEAR:
         return _MODULES.get(name)
     parameters = module._parameters
@@ -204,6 +208,10 @@ def _reader(module: nn.Module) -> Callable[[Any], QuantisedWeight] | None:
         return _compressed_tensors
     weight = parameters.get("weight")
     return None if type(weight) is nn.Parameter else _TENSORS.get(full_name(type(weight)))
+
+
+def _inside_lora(module: nn.Module) -> QuantisedWeight:
+    raise _NotRead("is a LoRA layer around a quantised layer")
 
 
 class _NotRead(Exception):

@@ -57,7 +57,8 @@ class GenerationStrategy:
             return
         build = functools.partial(_build, model, step, config.generation)
         adapted = {path: module for path, module in model.named_modules() if lora.is_lora_linear(module)}
-        notes, options = [lora.described(adapted)] if adapted else [], config.generation
+        around = (f"{path} {why}" for path, module in adapted.items() if (why := quantised.reason_against(module)))
+        notes, options = [lora.described(adapted, next(around, None))] if adapted else [], config.generation
         notes += [*_weight_notes(model, step, options), *_cache_notes(index, step, options)]
         notes += _prefix_notes(index, model, step, options)
         reason = "; ".join((_REASON, *notes))
@@ -90,7 +91,8 @@ def _weight_notes(model: nn.Module, step: StepName, options: GenerationOptions) 
     came = {path: reason for path, module in named if (reason := quantised.reason_against(module)) is not None}
     unread = _unread_reason(model, step_class, came)
     if came and unread is not None:
-        yield f"{len(came)} pre-quantised linear layers; transformers decodes, since {unread}"
+        count = sum(not lora.is_lora_linear(model.get_submodule(path)) for path in came)
+        yield f"{count} pre-quantised linear layers; transformers decodes, since {unread}"
     elif came:
         layers = step_class.quantised_layers(model)
         yield quantised.described(part for layer in layers for part in layer.checkpoint) + ", read by the step"

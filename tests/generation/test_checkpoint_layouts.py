@@ -271,6 +271,23 @@ def test_a_tensor_of_torchao_that_is_not_read() -> None:
     assert calls_of(model)[-1].tier.value == "T2"
 
 
+@pytest.mark.parametrize("targets", [["o_proj"], ["q_proj", "k_proj", "v_proj"], ["q_proj", "v_proj"]])
+def test_lora_around_a_layer_of_torchao(targets: list[str]) -> None:
+    peft = pytest.importorskip("peft")
+    model, _ = checkpoint(llama(), "torchao int8")
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model)
+    model.eval()
+    inputs = prompt(model, 1, 5, seed=3)
+    wanted = generate(copy.deepcopy(model), inputs, **GREEDY)
+    reason = f"model.layers.0.self_attn.{targets[0]} is a LoRA layer around a quantised layer"
+    assert f"14 pre-quantised linear layers; transformers decodes, since {reason}" in first_reason(model)
+    assert f"linear layers, by transformers: {reason}" in first_reason(model)
+    assert_same(generate(fused(model), inputs, **GREEDY), wanted)
+    assert calls_of(model)[-1].tier.value == "T2"
+    assert calls_of(model)[-1].reason.endswith("_proj is a LoRA layer around a quantised layer")
+
+
 def test_other_versions_of_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight that lacks an attribute is read if its numbers do not depend on it; else transformers decodes."""
     model, dense = checkpoint(llama(), "torchao int8")

@@ -158,8 +158,6 @@ def _module_reason(module: nn.Module, is_quantised: bool) -> str | None:
         return "is in training mode"
     if has_hooks(module) and not (only_captures_outputs(module) or quantised.only_decompresses(module)):
         return "carries hooks" + (", such as peft's for adapter_names" if is_lora_linear(module) else "")
-    if is_lora_linear(module) and quantised.is_quantised(module.base_layer):
-        return "is a LoRA layer around a quantised layer"
     if "_hf_hook" in module.__dict__:
         return "is dispatched or offloaded by accelerate"
     forward = module.__dict__.get("forward")
