@@ -271,6 +271,22 @@ def test_a_tensor_of_torchao_that_is_not_read() -> None:
     assert calls_of(model)[-1].tier.value == "T2"
 
 
+def replace_scale(layer: nn.Module) -> None:
+    layer.weight.scale = layer.weight.scale * 2
+
+
+def test_a_tensor_replaced_inside_a_weight_of_torchao() -> None:
+    model, _ = checkpoint(llama(), "torchao int8")
+    inputs = prompt(model, 1, 5, seed=3)
+    stock = copy.deepcopy(model)
+    ours = fuseopt.initialize(model, {"generation": {"prefix_cache_mib": 1}})
+    generate(ours, inputs, **GREEDY)
+    for edited in (ours, stock):
+        replace_scale(edited.model.layers[0].self_attn.v_proj)
+    assert_same(generate(ours, inputs, **GREEDY), generate(stock, inputs, **GREEDY))
+    assert calls_of(ours)[-1].tier.value == "T0"
+
+
 @pytest.mark.parametrize("targets", [["o_proj"], ["q_proj", "k_proj", "v_proj"], ["q_proj", "v_proj"]])
 def test_lora_around_a_layer_of_torchao(targets: list[str]) -> None:
     peft = pytest.importorskip("peft")

@@ -118,7 +118,9 @@ def fingerprint(
         if is_quantised:
             stored, reason = quantised.stored_tensors(module)
             held = list(stored)
-            buffers.append(state["_buffers"])
+            # A tensor inside a weight of a subclass may be replaced, as in `weight.scale = scale`.
+            subclassed = (vars(parameter) for parameter in state["_parameters"].values() if parameter is not None)
+            buffers += [state["_buffers"], *subclassed]
         elif any(type(parameter) is not nn.Parameter for parameter in held):
             reason = quantised.library_of(module) or "has parameters of a tensor subclass, such as sharded ones"
         if is_quantised or trains_or_has_hooks(module) or "forward" in state or has_other_weights(module):
