@@ -109,7 +109,7 @@ class FusedGenerate:
         self._model = weakref.ref(model)
         step_class, options, cache_dtype = decode_step_class(self._step_name), self.options, None
         low_bit = LowBitWeights(options.weights) if step_class.takes_low_bit else None
-        if step_class.takes_quantized_cache and options.cache_dtype is not None:
+        if step_class.takes_quantised_cache and options.cache_dtype is not None:
             cache_dtype = CACHE_DTYPES[options.cache_dtype]
         self.checked = CheckedStep(model, step_class, self.graphs, low_bit, cache_dtype)
         if options.prefix_cache_mib and step_class.takes_prefix and not model.config.is_encoder_decoder:

@@ -9,7 +9,7 @@ from torch import nn
 
 from fuseopt.build import loader
 from fuseopt.config import Config, GenerationOptions
-from fuseopt.generation.engine.quantized_cache import not_quantised_reason
+from fuseopt.generation.engine.quantized_cache import no_8_bit_cache_reason
 from fuseopt.generation.families.step_interface import DecodeStep, StepName, decode_step_class, registered_step
 from fuseopt.model_index import ModelIndex
 from fuseopt.models import ModelPolicy, full_name
@@ -70,8 +70,8 @@ def _cache_notes(index: ModelIndex, step: StepName, options: GenerationOptions) 
     if options.cache_dtype is None:
         return
     step_class = decode_step_class(step)
-    reason = next(filter(None, map(not_quantised_reason, index.devices)), None)
-    if not step_class.takes_quantized_cache:
+    reason = next(filter(None, map(no_8_bit_cache_reason, index.devices)), None)
+    if not step_class.takes_quantised_cache:
         reason = f"{step_class.__name__} takes none in 8 bits"
     if reason is not None:
         yield f"keys and values stay in the model's dtype: {reason}"
@@ -142,7 +142,7 @@ def _prefix_notes(index: ModelIndex, model: nn.Module, step: StepName, options: 
         yield "no prefix cache: each token of an encoder's output depends on all of its input"
     elif not step_class.takes_prefix:
         yield f"no prefix cache: {step_class.__name__} always runs prompts from their first token"
-    elif options.cache_dtype is not None and not any(map(not_quantised_reason, index.devices)):
+    elif options.cache_dtype is not None and not any(map(no_8_bit_cache_reason, index.devices)):
         yield "no prefix cache: a prompt attends to its keys and values before they are rounded to 8 bits"
     else:
         yield f"prefix cache of {options.prefix_cache_mib} MiB"

@@ -12,8 +12,14 @@ from transformers.cache_utils import DynamicLayer
 import fuseopt
 from fuseopt.build import loader
 from fuseopt.errors import ConfigError
-from fuseopt.generation.engine import quantized_cache
-from fuseopt.generation.engine.quantized_cache import CACHE_DTYPES, QuantizedCache, append, fill, filled
+from fuseopt.generation.engine.quantized_cache import (
+    CACHE_DTYPES,
+    QuantizedCache,
+    append,
+    fill,
+    filled,
+    no_8_bit_cache_reason,
+)
 from fuseopt.generation.engine.state import Sizes
 from fuseopt.generation.families.llama import LlamaStep
 from fuseopt.generation.tiers import Tier
@@ -152,7 +158,7 @@ def test_the_plan_says_what_is_kept_in_8_bits() -> None:
     assert replacement.reason.endswith("; keys and values in int8")
     (replacement,) = fuseopt.plan(model.double(), config).replacements
     assert "in PyTorch, which is slow: does not take torch.float64" in replacement.reason
-    with mock.patch.object(LlamaStep, "takes_quantized_cache", False):
+    with mock.patch.object(LlamaStep, "takes_quantised_cache", False):
         (replacement,) = fuseopt.plan(model, config).replacements
     assert "keys and values stay in the model's dtype: LlamaStep takes none in 8 bits" in replacement.reason
     with backends.assume_gpu((9, 0)):
@@ -165,7 +171,7 @@ def test_the_plan_says_what_is_kept_in_8_bits() -> None:
 @pytest.mark.parametrize("kind", ["cpu", "meta", "cuda", "mps", "xpu"])
 def test_caches_and_weights_are_in_8_bits_on_the_same_devices(kind: str) -> None:
     device = torch.device(kind)
-    of_caches, of_weights = quantized_cache.not_quantised_reason(device), no_kernel_reason(device)
+    of_caches, of_weights = no_8_bit_cache_reason(device), no_kernel_reason(device)
     assert (of_caches is None) == (of_weights is None) == (kind in ("cpu", "meta"))
 
 

@@ -16,7 +16,7 @@ CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 assert set(CACHE_DTYPES.values()) == LARGEST.keys()
 
 
-def not_quantised_reason(device: torch.device) -> str | None:
+def no_8_bit_cache_reason(device: torch.device) -> str | None:
     """Why caches on a device keep the model's dtype; None if they may be quantised."""
     return no_kernel_reason(device, "keys and values in 8 bits")
 
