@@ -120,7 +120,8 @@ def _unread_reason(model: nn.Module, step_class: type[DecodeStep], came: Mapping
         return f"{step_class.__name__} reads no quantised weights"
     unexpected = unexpected_modules(model, step_class.children, step_class.roots(model), _fits)
     if unexpected:
-        return f"{unexpected[0][0]} is a {type(unexpected[0][1]).__name__}, which the decode step does not know"
+        path, module = unexpected[0]
+        return f"{path} {lora.kind_of(module) or f'is a {type(module).__name__}, which the decode step does not know'}"
     try:
         if came:
             step_class.quantised_layers(model)

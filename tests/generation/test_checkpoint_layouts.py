@@ -14,6 +14,7 @@ from torch import nn
 import fuseopt
 from fuseopt import ops
 from fuseopt.generation.families.reference_step import KeyValueCache, ReferenceDecoder
+from fuseopt.modules import lora
 from fuseopt.modules.quantised import quantised_weight, stored_tensors
 from fuseopt.ops.low_bit import dequantize
 from tests import tiny
@@ -302,6 +303,11 @@ def test_lora_around_a_layer_of_torchao(targets: list[str]) -> None:
     assert_same(generate(fused(model), inputs, **GREEDY), wanted)
     assert calls_of(model)[-1].tier.value == "T2"
     assert calls_of(model)[-1].reason.endswith("_proj is a LoRA layer around a quantised layer")
+    for layer in (layer for layer in fuseopt.restore(model).modules() if lora.is_lora_linear(layer)):
+        name = "peft.tuners.lora.torchao.TorchaoLoraLinear"
+        layer.__class__ = layouts.named(type("TorchaoLoraLinear", (type(layer),), {}), name)
+    reason = "_proj is a LoRA layer of peft around no plain linear layer (TorchaoLoraLinear)"
+    assert reason in first_reason(model) and fused(model).generate.checked.check().reason.endswith(reason)
 
 
 def test_other_versions_of_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
