@@ -261,10 +261,8 @@ class References:
         worst = _worst(outputs)
         dtype = next(iter(model.parameters()), next(iter(self._forward.stock.values()))).dtype
         report = fuseopt.report(model)
-        quantising = verify_low_bit.quantising_generate(model)
-        weights = "" if quantising is None else quantising.quantised
-        after = (change.after for change in applied.changes) if applied else ()
-        cache = next(filter(None, (getattr(fused, "cache_dtype", "") for fused in after)), "")
+        generate = verify_low_bit.fused_generate(model)
+        weights, cache = ("", "") if generate is None else (generate.quantised, generate.cache_dtype)
         return Verification(
             worst.name,
             worst.difference,
@@ -286,11 +284,11 @@ class References:
 
     def low_bit_run(self, model: nn.Module) -> verify_low_bit.StepRun | None:
         """Runs generate() of the fused `model`; None if its weights are not quantised or nothing is to be generated."""
-        quantising = verify_low_bit.quantising_generate(model)
-        if quantising is None or self._generate is None:
+        generate = verify_low_bit.fused_generate(model)
+        if generate is None or not generate.quantised or self._generate is None:
             return None
         with verify_runs.evaluating(model):
-            return verify_low_bit.step_run(model, quantising, self._prompt, self._generate)
+            return verify_low_bit.step_run(model, generate, self._prompt, self._generate)
 
     def with_low_bit(self, found: Verification, model: nn.Module, run: verify_low_bit.StepRun) -> Verification:
         """`found` with the comparisons of `run`, a `low_bit_run`; `model` must be stock again."""

@@ -103,11 +103,11 @@ class StepRun:
     not_compared: str | None
 
 
-def quantising_generate(model: nn.Module) -> FusedGenerate | None:
-    """The FusedGenerate of a fused model, if it has quantised weights; else None."""
+def fused_generate(model: nn.Module) -> FusedGenerate | None:
+    """The FusedGenerate of a fused model; None if it has none."""
     applied = apply.applied_to(model)
     after = (change.after for change in applied.changes) if applied is not None else ()
-    return next((fused for fused in after if getattr(fused, "quantised", "")), None)
+    return next((fused for fused in after if hasattr(fused, "cache_dtype")), None)
 
 
 def step_run(

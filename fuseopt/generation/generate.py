@@ -91,7 +91,7 @@ class FusedGenerate:
         self._model = weakref.ref(model)
         step_class, options, cache_dtype = decode_step_class(self._step_name), self.options, None
         low_bit = LowBitWeights(options.weights) if step_class.takes_low_bit else None
-        if step_class.takes_quantized_cache and options.cache_dtype is not None:
+        if step_class.takes_quantised_cache and options.cache_dtype is not None:
             cache_dtype = CACHE_DTYPES[options.cache_dtype]
         self.checked = CheckedStep(model, step_class, self.graphs, low_bit, cache_dtype)
         # Also for an encoder-decoder, which leaves it empty: an unpickled model has no config here.

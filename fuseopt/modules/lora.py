@@ -128,12 +128,16 @@ def _versioned(part: Any) -> Hashable:
     return (part.data_ptr(), part._version) if isinstance(part, Tensor) else part
 
 
-def described(layers: Mapping[str, nn.Module]) -> str:
-    """Ranks, number, and who adds the updates, such as "LoRA of rank 16 on 14 linear layers, in the step"."""
+def described(layers: Mapping[str, nn.Module], unread: str | None = None) -> str:
+    """Ranks, number, and who adds the updates, such as "LoRA of rank 16 on 14 linear layers, in the step".
+
+    Args:
+        unread: why no step reads the layers, if that is known.
+    """
     found: list[Any] = list(layers.values())
     ranks = sorted({rank for layer in found for rank in layer.r.values()}) or [0]
     of = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-    reason, _ = LoraLayers(layers).look()
+    reason = unread or LoraLayers(layers).look()[0]
     where = "in the step" if reason is None else f"by transformers: {reason}"
     return f"LoRA of {of} on {len(found)} linear layer{'s' if len(found) > 1 else ''}, {where}"
 

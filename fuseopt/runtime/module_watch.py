@@ -116,8 +116,8 @@ class ModuleWatch:
         modules: a module, referenced weakly, and all modules of the trees below some of its children.
         parameters: the parameters of `modules`, without None; at least one.
         constants: names of plain attributes that must keep their values, besides `CONSTANTS` and `REDUNDANT`.
-        buffers: the buffers of some modules by name, which must stay the same tensors too. `parameters` then includes
-            these buffers, and the tensors inside Parameters of a subclass.
+        buffers: the buffers of some modules by name, and the attributes of Parameters of a subclass, which must stay
+            the same objects too. `parameters` then includes these buffers, and the tensors inside such Parameters.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from torch import nn
 
 from fuseopt.build import loader
 from fuseopt.config import Config, GenerationOptions
-from fuseopt.generation.engine.quantized_cache import not_quantised_reason
+from fuseopt.generation.engine.quantized_cache import no_8_bit_cache_reason
 from fuseopt.generation.families.step_interface import DecodeStep, StepName, decode_step_class, registered_step
 from fuseopt.model_index import ModelIndex
 from fuseopt.models import ModelPolicy, full_name
@@ -57,7 +57,8 @@ class GenerationStrategy:
             return
         build = functools.partial(_build, model, step, config.generation)
         adapted = {path: module for path, module in model.named_modules() if lora.is_lora_linear(module)}
-        notes, options = [lora.described(adapted)] if adapted else [], config.generation
+        around = (f"{path} {why}" for path, module in adapted.items() if (why := quantised.reason_against(module)))
+        notes, options = [lora.described(adapted, next(around, None))] if adapted else [], config.generation
         notes += [*_weight_notes(model, step, options), *_cache_notes(index, step, options)]
         notes += _prefix_notes(index, model, step, options)
         reason = "; ".join((_REASON, *notes))
@@ -69,8 +70,8 @@ def _cache_notes(index: ModelIndex, step: StepName, options: GenerationOptions) 
     if options.cache_dtype is None:
         return
     step_class = decode_step_class(step)
-    reason = next(filter(None, map(not_quantised_reason, index.devices)), None)
-    if not step_class.takes_quantized_cache:
+    reason = next(filter(None, map(no_8_bit_cache_reason, index.devices)), None)
+    if not step_class.takes_quantised_cache:
         reason = f"{step_class.__name__} takes none in 8 bits"
     if reason is not None:
         yield f"keys and values stay in the model's dtype: {reason}"
@@ -90,7 +91,8 @@ def _weight_notes(model: nn.Module, step: StepName, options: GenerationOptions) 
     came = {path: reason for path, module in named if (reason := quantised.reason_against(module)) is not None}
     unread = _unread_reason(model, step_class, came)
     if came and unread is not None:
-        yield f"{len(came)} pre-quantised linear layers; transformers decodes, since {unread}"
+        count = sum(not lora.is_lora_linear(model.get_submodule(path)) for path in came)
+        yield f"{count} pre-quantised linear layers; transformers decodes, since {unread}"
     elif came:
         layers = step_class.quantised_layers(model)
         yield quantised.described(part for layer in layers for part in layer.checkpoint) + ", read by the step"
@@ -118,7 +120,8 @@ def _unread_reason(model: nn.Module, step_class: type[DecodeStep], came: Mapping
         return f"{step_class.__name__} reads no quantised weights"
     unexpected = unexpected_modules(model, step_class.children, step_class.roots(model), _fits)
     if unexpected:
-        return f"{unexpected[0][0]} is a {type(unexpected[0][1]).__name__}, which the decode step does not know"
+        path, module = unexpected[0]
+        return f"{path} {lora.kind_of(module) or f'is a {type(module).__name__}, which the decode step does not know'}"
     try:
         if came:
             step_class.quantised_layers(model)
@@ -140,7 +143,7 @@ def _prefix_notes(index: ModelIndex, model: nn.Module, step: StepName, options: 
         yield "no prefix cache: each token of an encoder's output depends on all of its input"
     elif not step_class.takes_prefix:
         yield f"no prefix cache: {step_class.__name__} always runs prompts from their first token"
-    elif options.cache_dtype is not None and not any(map(not_quantised_reason, index.devices)):
+    elif options.cache_dtype is not None and not any(map(no_8_bit_cache_reason, index.devices)):
         yield "no prefix cache: a prompt attends to its keys and values before they are rounded to 8 bits"
     else:
         yield f"prefix cache of {options.prefix_cache_mib} MiB"

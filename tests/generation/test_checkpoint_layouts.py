@@ -14,6 +14,7 @@ from torch import nn
 import fuseopt
 from fuseopt import ops
 from fuseopt.generation.families.reference_step import KeyValueCache, ReferenceDecoder
+from fuseopt.modules import lora
 from fuseopt.modules.quantised import quantised_weight, stored_tensors
 from fuseopt.ops.low_bit import dequantize
 from tests import tiny
@@ -225,7 +226,7 @@ def test_layers_that_are_not_read(reason: str) -> None:
     change(model.model.layers[1].self_attn.q_proj)
     path = "model.layers.1.self_attn.q_proj"
     if "hooks" not in reason and "forward replaced" not in reason:  # which only a call's check looks for
-        assert f"transformers decodes, since {path} is quantised" in first_reason(model)
+        assert re.search(f"transformers decodes, since {path} is (not )?quantised", first_reason(model))
         assert reason in first_reason(model)
         assert "weights in int8: none, since transformers decodes" in first_reason(
             model, {"generation": {"weights": "int8"}}
@@ -271,6 +272,63 @@ def test_a_tensor_of_torchao_that_is_not_read() -> None:
     assert calls_of(model)[-1].tier.value == "T2"
 
 
+def replace_scale(layer: nn.Module) -> None:
+    layer.weight.scale = layer.weight.scale * 2
+
+
+def test_a_tensor_replaced_inside_a_weight_of_torchao() -> None:
+    model, _ = checkpoint(llama(), "torchao int8")
+    inputs = prompt(model, 1, 5, seed=3)
+    stock = copy.deepcopy(model)
+    ours = fuseopt.initialize(model, {"generation": {"prefix_cache_mib": 1}})
+    generate(ours, inputs, **GREEDY)
+    for edited in (ours, stock):
+        replace_scale(edited.model.layers[0].self_attn.v_proj)
+    assert_same(generate(ours, inputs, **GREEDY), generate(stock, inputs, **GREEDY))
+    assert calls_of(ours)[-1].tier.value == "T0"
+
+
+@pytest.mark.parametrize("targets", [["o_proj"], ["q_proj", "k_proj", "v_proj"], ["q_proj", "v_proj"]])
+def test_lora_around_a_layer_of_torchao(targets: list[str]) -> None:
+    peft = pytest.importorskip("peft")
+    model, _ = checkpoint(llama(), "torchao int8")
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model)
+    model.eval()
+    inputs = prompt(model, 1, 5, seed=3)
+    wanted = generate(copy.deepcopy(model), inputs, **GREEDY)
+    reason = f"model.layers.0.self_attn.{targets[0]} is a LoRA layer around a quantised layer"
+    assert f"14 pre-quantised linear layers; transformers decodes, since {reason}" in first_reason(model)
+    assert f"linear layers, by transformers: {reason}" in first_reason(model)
+    assert_same(generate(fused(model), inputs, **GREEDY), wanted)
+    assert calls_of(model)[-1].tier.value == "T2"
+    assert calls_of(model)[-1].reason.endswith("_proj is a LoRA layer around a quantised layer")
+    for layer in (layer for layer in fuseopt.restore(model).modules() if lora.is_lora_linear(layer)):
+        name = "peft.tuners.lora.torchao.TorchaoLoraLinear"
+        layer.__class__ = layouts.named(type("TorchaoLoraLinear", (type(layer),), {}), name)
+    reason = "_proj is a LoRA layer of peft around no plain linear layer (TorchaoLoraLinear)"
+    assert reason in first_reason(model) and fused(model).generate.checked.check().reason.endswith(reason)
+
+
+def test_other_versions_of_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight that lacks an attribute is read if its numbers do not depend on it; else transformers decodes."""
+    model, dense = checkpoint(llama(), "torchao int8")
+    inputs = prompt(model, 1, 5, seed=3)
+    wanted = generate(dense, inputs, **GREEDY)
+    weights = [layer.weight for path, layer in layouts.linears(model) if not is_head(path)]
+    for weight in weights:
+        del weight.act_pre_scale
+    assert_same(generate(fused(model), inputs, **GREEDY), wanted)
+    assert calls_of(model)[-1].tier.value == "T0"
+    fuseopt.restore(model)
+    del weights[3].zero_point
+    monkeypatch.setattr(layouts.Int8Tensor, "dequantize", lambda weight: weight.qdata * weight.scale)
+    reason = "is quantised, and laid out otherwise than is known here ('Int8Tensor' object has no attribute"
+    assert reason in first_reason(model)
+    assert_same(generate(fused(model), inputs, **GREEDY), wanted)
+    assert calls_of(model)[-1].tier.value == "T2" and reason in calls_of(model)[-1].reason
+
+
 def test_a_part_that_is_not_quantised() -> None:
     """Layers that read the same input must be quantised alike; other layers may differ."""
     inputs = prompt(llama(), 2, 5, seed=3)
@@ -306,7 +364,7 @@ def test_the_default_preset_leaves_the_results(layout: str) -> None:
 def test_on_a_gpu_transformers_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, reason = LAYOUTS["GPTQ int4"](layouts.drawn(8, 32, 4, 1, True, torch.float16), None), "no kernels here"
     assert stored_tensors(layer.to("meta"))[1] == "is quantised (GPTQ int4): its tensors have no data"
-    monkeypatch.setattr("fuseopt.modules.quantised.no_kernel_reason", lambda device: reason)
+    monkeypatch.setattr("fuseopt.modules.quantised_weight.no_kernel_reason", lambda device: reason)
     for layout in LAYOUTS:
         model, _ = checkpoint(llama(), layout)
         assert re.search(rf"is quantised \({layout[:5]}.*\): {reason}", first_reason(model))

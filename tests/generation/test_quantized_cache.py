@@ -12,12 +12,20 @@ from transformers.cache_utils import DynamicLayer
 import fuseopt
 from fuseopt.build import loader
 from fuseopt.errors import ConfigError
-from fuseopt.generation.engine.quantized_cache import CACHE_DTYPES, QuantizedCache, append, fill, filled
+from fuseopt.generation.engine.quantized_cache import (
+    CACHE_DTYPES,
+    QuantizedCache,
+    append,
+    fill,
+    filled,
+    no_8_bit_cache_reason,
+)
 from fuseopt.generation.engine.state import Sizes
 from fuseopt.generation.families.llama import LlamaStep
 from fuseopt.generation.tiers import Tier
 from fuseopt.ops import backends, dequantize_heads, quantize_heads
 from fuseopt.ops.decode.quantized_attention import UPDATE_RAW
+from fuseopt.ops.low_bit import no_kernel_reason
 from tests import tiny
 from tests.generation.families.tiny_decoders import DECODERS, ENCODER_DECODERS, randomised
 from tests.generation.same_calls import prompt
@@ -150,14 +158,21 @@ def test_the_plan_says_what_is_kept_in_8_bits() -> None:
     assert replacement.reason.endswith("; keys and values in int8")
     (replacement,) = fuseopt.plan(model.double(), config).replacements
     assert "in PyTorch, which is slow: does not take torch.float64" in replacement.reason
-    with mock.patch.object(LlamaStep, "takes_quantized_cache", False):
+    with mock.patch.object(LlamaStep, "takes_quantised_cache", False):
         (replacement,) = fuseopt.plan(model, config).replacements
     assert "keys and values stay in the model's dtype: LlamaStep takes none in 8 bits" in replacement.reason
     with backends.assume_gpu((9, 0)):
         (replacement,) = fuseopt.plan(model, config).replacements
-    assert "stay in the model's dtype: kernels that read keys and values in 8 bits run on a CPU" in replacement.reason
+    assert "stay in the model's dtype: kernels for keys and values in 8 bits run on a CPU" in replacement.reason
     with pytest.raises(ConfigError, match="'int4' is not one of int8, fp8"):
         fuseopt.plan(model, {"generation": {"cache_dtype": "int4"}})
+
+
+@pytest.mark.parametrize("kind", ["cpu", "meta", "cuda", "mps", "xpu"])
+def test_caches_and_weights_are_in_8_bits_on_the_same_devices(kind: str) -> None:
+    device = torch.device(kind)
+    of_caches, of_weights = no_8_bit_cache_reason(device), no_kernel_reason(device)
+    assert (of_caches is None) == (of_weights is None) == (kind in ("cpu", "meta"))
 
 
 def test_verify_does_not_require_the_tokens_of_the_unquantised_cache() -> None:

@@ -667,21 +667,32 @@ AUTO = (
     ),
 )
 
+_QUANTISED = "fuseopt/modules/quantised"
 _CHECKPOINT_TESTS = ("tests/generation/test_checkpoint_layouts.py",)
 
 
-def _misread(what: str, old: str, new: str, file: str = "fuseopt/modules/quantised.py") -> Mutant:
+def _misread(what: str, old: str, new: str, file: str = f"{_QUANTISED}.py") -> Mutant:
     """A mutant that reads a pre-quantised checkpoint differently from the checkpoint's own layers."""
     return Mutant(f"a quantised checkpoint: {what}", file, old, new, _CHECKPOINT_TESTS)
 
 
 _LOW_BIT = "fuseopt/generation/engine/low_bit.py"
 CHECKPOINTS = (
-    _misread("order of AWQ's outputs", "unpack(qweight).T", "_in_order(qweight).T"),
-    _misread("groups that g_idx orders", "(g_idx == of_inputs // (inputs // groups)).all()", "True"),
-    _misread("zero points of int8", "zeros is None or not bool(zeros.any())", "True"),
+    _misread("order of AWQ's outputs", "unpack(qweight).T", "unpack_in_order(qweight).T", f"{_QUANTISED}_gptqmodel.py"),
+    _misread(
+        "groups that g_idx orders",
+        "(g_idx == of_inputs // (inputs // groups)).all()",
+        "True",
+        f"{_QUANTISED}_gptqmodel.py",
+    ),
+    _misread("zero points of int8", "zeros is None or not bool(zeros.any())", "True", f"{_QUANTISED}_torchao.py"),
     _misread("layers of other groups together", "len({weight.format for weight in weights}) > 1", "False"),
-    _misread("weights repacked by their forward", "_require(not repacked, layout", "_require(True, layout"),
+    _misread(
+        "weights repacked by their forward",
+        "require(not repacked, layout",
+        "require(True, layout",
+        f"{_QUANTISED}_gptqmodel.py",
+    ),
     _misread(
         "tensors that are written to",
         "self._tensors += [tensor for layer in self._came for part in layer.checkpoint for tensor in part.tensors]",

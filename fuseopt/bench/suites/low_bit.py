@@ -24,7 +24,7 @@ from fuseopt.bench.suites.demo import default_checkpoints
 from fuseopt.generation.generate import FusedGenerate
 from fuseopt.generation.tiers import Tier
 from fuseopt.runtime.timer import Call
-from fuseopt.verify_low_bit import Drift, forced_logits, quantising_generate
+from fuseopt.verify_low_bit import Drift, forced_logits, fused_generate
 
 CONFIGS: Mapping[str, FusionConfig] = {
     "generation": GENERATION,
@@ -235,7 +235,7 @@ def _logits(model: nn.Module, prompt: Tensor, tokens: Tensor) -> Tensor:
 
 def _quantised_bytes(model: nn.Module) -> tuple[int, int]:
     """Bytes of a fused model's quantised weights, and of the weights that they were quantised from."""
-    generate = quantising_generate(model)
+    generate = fused_generate(model)
     weights = None if generate is None else generate.checked.low_bit
     return (0, 0) if weights is None else (weights.quantised_bytes, weights.unquantised_bytes)
 

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from fuseopt import ops
 from fuseopt.generation.engine.low_rank import LoraPart, LowRank
 from fuseopt.modules.base import full_name, source_class
-from fuseopt.modules.quantised import QuantisedWeight, quantised_weights
+from fuseopt.modules.quantised import quantised_weights
+from fuseopt.modules.quantised_weight import QuantisedWeight
 from fuseopt.ops import registry
 from fuseopt.ops.decode.linear import ACTIVATIONS, FEW_ROWS, NORMS, is_fast
 from fuseopt.ops.decode.low_bit_linear import MAX_ROWS as MOST_LOW_BIT_ROWS

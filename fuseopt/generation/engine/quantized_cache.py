@@ -9,15 +9,16 @@ from torch import Tensor
 
 from fuseopt import ops
 from fuseopt.ops.decode.quantized_attention import LARGEST, dequantize_heads
+from fuseopt.ops.low_bit import no_kernel_reason
 
 CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """By the name in a config."""
 assert set(CACHE_DTYPES.values()) == LARGEST.keys()
 
 
-def not_quantised_reason(device: torch.device) -> str | None:
+def no_8_bit_cache_reason(device: torch.device) -> str | None:
     """Why caches on a device keep the model's dtype; None if they may be quantised."""
-    return "kernels that read keys and values in 8 bits run on a CPU" if device.type == "cuda" else None
+    return no_kernel_reason(device, "keys and values in 8 bits")
 
 
 class QuantizedCache(NamedTuple):

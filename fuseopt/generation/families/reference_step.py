@@ -171,20 +171,20 @@ class ReferenceDecoder:
         if attention.relative_bias is not None:
             bias = F.embedding(attention.relative_bias.bucket_of(distance.clamp(min=0)), attention.relative_bias.weight)
             mask = mask + bias.permute(2, 0, 1)
-        return linear(attend(query, keys, values, mask, attention.scale, attention.softcap), attention.out)
+        return linear(attend_heads(query, keys, values, mask, attention.scale, attention.softcap), attention.out)
 
     def attend_to_encoder(self, hidden: Tensor, attention: CrossAttention, cache: KeyValueCache, index: int) -> Tensor:
         query = self.split_heads(linear(normalise(hidden, attention.norm), attention.query))
         keys, values = cache.cross[index]
         mask = None if cache.cross_keep is None else additive(cache.cross_keep[:, None, None, :], query.dtype)
-        return linear(attend(query, keys, values, mask, attention.scale), attention.out)
+        return linear(attend_heads(query, keys, values, mask, attention.scale), attention.out)
 
     def split_heads(self, projected: Tensor) -> Tensor:
         """[rows, length, heads * head_dim] -> [rows, heads, length, head_dim]"""
         return projected.unflatten(-1, (-1, self.spec.head_dim)).transpose(1, 2)
 
 
-def attend(
+def attend_heads(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
 ) -> Tensor:
     """softmax(query @ keys + mask) @ values: [rows, heads, length, head_dim] -> [rows, length, heads * head_dim].

@@ -62,7 +62,7 @@ class SpecStep(DecodeStep):
 
     config_fields: ClassVar[tuple[str, ...]] = ()
     takes_lora: ClassVar[bool] = True
-    takes_quantized_cache: ClassVar[bool] = True
+    takes_quantised_cache: ClassVar[bool] = True
     takes_low_bit: ClassVar[bool] = True
     takes_prefix: ClassVar[bool] = True
 
@@ -129,7 +129,7 @@ class SpecStep(DecodeStep):
     def quantised_layers(cls, model: nn.Module) -> Sequence[Linear]:
         return [layer for layer in cls.spec_of(model).linears if layer.checkpoint]
 
-    def quantize(self, model: nn.Module, weights: LowBitWeights) -> None:
+    def quantise(self, model: nn.Module, weights: LowBitWeights) -> None:
         options = weights.options
         choice = None if options is None else _low_bit_choice(model, self.spec, options)
         weights.put_into(choice, self.spec.linears)

@@ -75,12 +75,12 @@ class DecodeStep(Protocol):
         ignores_encoder_mask: cross-attention attends to all of the encoder's output, whatever `attention_mask` says.
         takes_lora: linear layers of the model may be inside LoRA layers of peft (`fuseopt.modules.lora`); those of them
             whose updates the step adds are its `lora_layers`.
-        takes_quantized_cache: `shape.stored_dtype` may be set, since the step uses `state.layer_caches`.
-        takes_low_bit: `low_bit_choice`, `quantised_layers` and `quantize` are implemented, so weights may be in 8 or 4
+        takes_quantised_cache: `shape.stored_dtype` may be set, since the step uses `state.layer_caches`.
+        takes_low_bit: `low_bit_choice`, `quantised_layers` and `quantise` are implemented, so weights may be in 8 or 4
             bits, also those of a pre-quantised checkpoint (`fuseopt.modules.quantised`).
         takes_prefix: `prefill` of a decoder-only model runs prompts from slot `state.start` on; a PrefixCache may fill
             the slots before it.
-        is_quantised: `quantize` has found weights to quantise.
+        is_quantised: `quantise` has found weights to quantise.
         token_embedding: [vocab, width], whose dtype and device tell whether the engine's kernels apply.
         shape: of the key-value cache, from which the engine makes a `DecodeState`.
         vocab: width of the logits.
@@ -95,7 +95,7 @@ class DecodeStep(Protocol):
     encoder_class: ClassVar[type[EncoderStep] | None] = None
     ignores_encoder_mask: ClassVar[bool] = False
     takes_lora: ClassVar[bool] = False
-    takes_quantized_cache: ClassVar[bool] = False
+    takes_quantised_cache: ClassVar[bool] = False
     takes_low_bit: ClassVar[bool] = False
     takes_prefix: ClassVar[bool] = False
 
@@ -130,7 +130,7 @@ class DecodeStep(Protocol):
 
     @classmethod
     def low_bit_choice(cls, model: nn.Module, options: LowBitOptions) -> LowBitChoice:
-        """Which linear layers `quantize` quantises, and why not the others; computes nothing."""
+        """Which linear layers `quantise` quantises, and why not the others; computes nothing."""
         raise NotImplementedError
 
     @classmethod
@@ -142,7 +142,7 @@ class DecodeStep(Protocol):
         """
         raise NotImplementedError
 
-    def quantize(self, model: nn.Module, weights: LowBitWeights) -> None:
+    def quantise(self, model: nn.Module, weights: LowBitWeights) -> None:
         """Reads `weights` in place of the model's from now on."""
         raise NotImplementedError
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from fuseopt.generation.engine.graphs import StepGraphs
 from fuseopt.generation.engine.low_bit import LowBitWeights
-from fuseopt.generation.engine.quantized_cache import not_quantised_reason
+from fuseopt.generation.engine.quantized_cache import no_8_bit_cache_reason
 from fuseopt.generation.families.step_interface import DecodeStep, EncoderStep
 from fuseopt.generation.hf.fingerprint import ModelFingerprint, fingerprint
 from fuseopt.modules.lora import described
@@ -154,8 +154,8 @@ class CheckedStep:
     def _new_step(self) -> DecodeStep:
         step = self.step_class(self.model)
         if self.low_bit is not None:
-            step.quantize(self.model, self.low_bit)
-        if self._cache_dtype is not None and not_quantised_reason(step.shape.device) is None:
+            step.quantise(self.model, self.low_bit)
+        if self._cache_dtype is not None and no_8_bit_cache_reason(step.shape.device) is None:
             step.shape = replace(step.shape, stored_dtype=self._cache_dtype)
         return step
 

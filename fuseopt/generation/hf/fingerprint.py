@@ -118,7 +118,9 @@ def fingerprint(
         if is_quantised:
             stored, reason = quantised.stored_tensors(module)
             held = list(stored)
-            buffers.append(state["_buffers"])
+            # A tensor inside a weight of a subclass may be replaced, as in `weight.scale = scale`.
+            subclassed = (vars(parameter) for parameter in state["_parameters"].values() if parameter is not None)
+            buffers += [state["_buffers"], *subclassed]
         elif any(type(parameter) is not nn.Parameter for parameter in held):
             reason = quantised.library_of(module) or "has parameters of a tensor subclass, such as sharded ones"
         if is_quantised or trains_or_has_hooks(module) or "forward" in state or has_other_weights(module):
@@ -158,8 +160,6 @@ def _module_reason(module: nn.Module, is_quantised: bool) -> str | None:
         return "is in training mode"
     if has_hooks(module) and not (only_captures_outputs(module) or quantised.only_decompresses(module)):
         return "carries hooks" + (", such as peft's for adapter_names" if is_lora_linear(module) else "")
-    if is_lora_linear(module) and quantised.is_quantised(module.base_layer):
-        return "is a LoRA layer around a quantised layer"
     if "_hf_hook" in module.__dict__:
         return "is dispatched or offloaded by accelerate"
     forward = module.__dict__.get("forward")

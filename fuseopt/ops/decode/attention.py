@@ -60,7 +60,7 @@ UPDATE_RAW = define(
 )
 
 
-def attend(
+def attend_reference(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -217,7 +217,7 @@ def decode_attention_reference(
 ) -> Tensor:
     """`decode_attention` in plain PyTorch."""
     check(query, key_cache, value_cache, lengths, starts, mask, bias)
-    return attend(query, key_cache, value_cache, lengths, starts, mask, bias, scale)
+    return attend_reference(query, key_cache, value_cache, lengths, starts, mask, bias, scale)
 
 
 def decode_attention(
@@ -269,7 +269,7 @@ def decode_attention(
         "decode_attention", backend, (query.dtype,), query, key_cache, value_cache, bias
     )
     if chosen == "reference":
-        return attend(query, key_cache, value_cache, lengths, starts, mask, bias, scale)
+        return attend_reference(query, key_cache, value_cache, lengths, starts, mask, bias, scale)
     return RAW[chosen](query, key_cache, value_cache, lengths, starts, mask, bias, scale, pdl)
 
 
@@ -350,7 +350,7 @@ def decode_attention_(
     value_cache[rows, :, places] = value
     if ancestry is not None:
         key_cache, value_cache = gathered((key_cache, value_cache), ancestry, places)
-    return attend(query, key_cache, value_cache, positions + 1, starts, mask, bias, scale, window, softcap)
+    return attend_reference(query, key_cache, value_cache, positions + 1, starts, mask, bias, scale, window, softcap)
 
 
 def gathered(caches: tuple[Tensor, Tensor], ancestry: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fuseopt.ops import registry
-from fuseopt.ops.decode.attention import attend, check, check_options, check_update, gathered
+from fuseopt.ops.decode.attention import attend_reference, check, check_options, check_update, gathered
 from fuseopt.ops.decode.head_rotation import HeadRotation
 from fuseopt.ops.library import check_shape, compute_dtype, define
 
@@ -125,7 +125,7 @@ def decode_quantized_attention(
         is_fp8 = key_cache.dtype == torch.float8_e4m3fn
         return RAW[chosen](query, *_as_bytes(*caches), lengths, starts, mask, bias, scale, is_fp8, pdl)
     keys, values = _dequantize(*caches, compute_dtype(query))
-    return attend(query, keys, values, lengths, starts, mask, bias, scale)
+    return attend_reference(query, keys, values, lengths, starts, mask, bias, scale)
 
 
 def decode_quantized_attention_(
@@ -193,7 +193,7 @@ def decode_quantized_attention_(
     if ancestry is not None:
         keys, values = gathered((keys, values), ancestry, places_of_rows)
     query = rotation.of_queries(query)
-    return attend(query, keys, values, positions + 1, starts, mask, bias, scale, window, softcap)
+    return attend_reference(query, keys, values, positions + 1, starts, mask, bias, scale, window, softcap)
 
 
 def _check_scales(
