@@ -41,7 +41,8 @@ def timeline():
 
 
 def test_the_timeline_has_the_numbers_of_the_comments():
-    comments = "\n".join(re.findall(r"^\s*# (.*)$", (PACKAGE / "generate.py").read_text(), re.MULTILINE))
+    source = "".join((PACKAGE / name).read_text() for name in ("generate.py", "call.py"))
+    comments = "\n".join(re.findall(r"^\s*# (.*)$", source, re.MULTILINE))
     numbers = [int(number) for number, *_ in timeline()]
     assert numbers == list(range(1, 14))
     assert {int(number) for number in re.findall(r"\b(\d+)\.(?= |:)", comments)} == set(numbers)

@@ -15,7 +15,7 @@ from fuseopt.errors import PlanError
 from fuseopt.generation.engine.state import Sizes
 from fuseopt.generation.families import gpt2, t5
 from fuseopt.generation.families.decoder_spec import DecoderSpec, not_built_reasons
-from fuseopt.generation.families.reference_step import KeyValueCache, ReferenceDecoder, attend
+from fuseopt.generation.families.reference_step import KeyValueCache, ReferenceDecoder, attend_heads
 from fuseopt.generation.families.spec_step import SpecStep
 from tests import tiny
 from tests.generation.families.tiny_decoders import (
@@ -78,8 +78,8 @@ def test_capped_scores_are_transformers() -> None:
     wanted, _ = modeling_gemma2.eager_attention_forward(
         module, query, keys, values, None, scaling=0.7, softcap=2.0, dropout=0.0
     )
-    torch.testing.assert_close(attend(query, keys, values, None, 0.7, 2.0), wanted.flatten(2))
-    assert not torch.allclose(attend(query, keys, values, None, 0.7), wanted.flatten(2))
+    torch.testing.assert_close(attend_heads(query, keys, values, None, 0.7, 2.0), wanted.flatten(2))
+    assert not torch.allclose(attend_heads(query, keys, values, None, 0.7), wanted.flatten(2))
 
 
 @torch.no_grad()
