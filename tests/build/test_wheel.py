@@ -27,7 +27,7 @@ def run(*command: object, cwd: Path | None = None, **environment: str) -> str:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1800,  # most of it compiles the CUDA library
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
