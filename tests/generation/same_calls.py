@@ -12,6 +12,7 @@ from transformers import DynamicCache, EncoderDecoderCache, TopPLogitsWarper, Ty
 from transformers.pytorch_utils import Conv1D
 
 import fuseopt
+from fuseopt.generation.prompt.prefill import UNQUANTISED_PROMPT
 from fuseopt.generation.tiers import Tier
 from fuseopt.ops.low_bit import dequantize, quantize
 from tests import tiny
@@ -229,7 +230,8 @@ def compare(model, inputs, tier, **kwargs):
         assert model.generate.quantised == (GENERATION["generation"].get("weights") or "") or model.device.type != "cpu"
         (call,) = calls_of(model)
         assert call.tier == tier
-        assert call.note == "" or ("32 candidates" in call.note and kwargs["num_beams"] > 1)
+        expected_note = UNQUANTISED_PROMPT if call.unquantised_prompt else ""
+        assert call.note == expected_note or ("32 candidates" in call.note and kwargs["num_beams"] > 1)
 
 
 FAMILIES = ("gpt2", "t5", "t5_gated")

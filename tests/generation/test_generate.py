@@ -104,7 +104,7 @@ def test_the_decoding_ops_are_given_what_they_need(model, kwargs, monkeypatch, p
     """On a CPU their references run, which a decode step would not otherwise take."""
     pretend_kernels()
     counts = {}
-    for name in ("decode_linear", "decode_attention", "decode_attention_", "decode_embedding"):
+    for name in ("decode_linear", "decode_low_bit_linear", "decode_attention", "decode_attention_", "decode_embedding"):
         op = getattr(ops, name)
 
         def counting(*args, op=op, name=name, **kwargs):
@@ -130,7 +130,8 @@ def test_the_decoding_ops_are_given_what_they_need(model, kwargs, monkeypatch, p
     compare(model, prompt(model, 3, 9, 5), Tier.DEVICE_LOOP, max_new_tokens=12, **kwargs)
     assert forwards + replays >= 11 and replays > 0
     depth, encodes = model.config.num_hidden_layers, model.config.is_encoder_decoder
-    assert counts["decode_linear"] >= (6 if encodes else 4) * depth * forwards
+    linear = "decode_low_bit_linear" if GENERATION["generation"].get("weights") else "decode_linear"
+    assert counts[linear] >= (6 if encodes else 4) * depth * forwards
     assert counts["decode_attention_"] == depth * forwards
     assert counts.get("decode_attention", 0) == (depth * forwards if encodes else 0)
     assert counts["decode_embedding"] >= forwards
