@@ -56,7 +56,7 @@ class GenerateCall:
         early: what was done for the call before transformers; set by `prepare`.
         rollback: for a decoding that runs out of memory.
         record: how the call was served.
-        outcome: what the next call with such arguments may speculate on; None for nothing.
+        outcome: what a later call with the same key may queue before transformers prepares it; None if it may not.
     """
 
     # transformers inspects it twice a call.

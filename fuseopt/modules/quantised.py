@@ -32,7 +32,7 @@ _LIBRARIES = {
     _CT: "compressed-tensors",
     "transformers.integrations.": "transformers",
 }
-"""Prefix of a class's full name -> the library that defines layers or weights of that class."""
+"""Library that defines a layer or weight, by the first part of its class's full name."""
 
 
 class UnreadableWeight(Exception):
