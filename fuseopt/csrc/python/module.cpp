@@ -1,6 +1,7 @@
 // The part of fuseopt that needs Python's tensors in C++. The stable ABI has no access to them, so this library is
 // compiled for one release of torch and Python. It is one file, because most of its compile time goes into torch's
 // headers.
+#include "python/bare_kernel.h"
 #include "python/direct_calls.h"
 #include "python/own_ops.h"
 #include "python/tape.h"
@@ -14,6 +15,8 @@ PyMethodDef functions[] = {
     {"call_ops", call_ops, METH_VARARGS, "call_ops(Op, EagerCalls): eager calls of users' ops run without Python"},
     {"run_own", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_own)), METH_FASTCALL,
      "run_own(op, kernel, arguments): the results of one kernel of a user's op"},
+    {"run_bare", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_bare)), METH_FASTCALL,
+     "run_bare(kernel, *arguments): the results of a user's kernel without host code"},
     {"record", record, METH_O, "record(function): runs a function of static tensors; a Tape that runs its operations again"},
     {nullptr, nullptr, 0, nullptr}};
 
