@@ -70,7 +70,7 @@ def _cache_notes(index: ModelIndex, step: StepName, options: GenerationOptions) 
     if options.cache_dtype is None:
         return
     step_class = decode_step_class(step)
-    reason = next(filter(None, map(no_8_bit_cache_reason, index.devices)), None)
+    reason = next(filter(None, (no_8_bit_cache_reason(device, index.dtype) for device in index.devices)), None)
     if not step_class.takes_quantised_cache:
         reason = f"{step_class.__name__} takes none in 8 bits"
     if reason is not None:
@@ -143,7 +143,9 @@ def _prefix_notes(index: ModelIndex, model: nn.Module, step: StepName, options: 
         yield "no prefix cache: each token of an encoder's output depends on all of its input"
     elif not step_class.takes_prefix:
         yield f"no prefix cache: {step_class.__name__} always runs prompts from their first token"
-    elif options.cache_dtype is not None and not any(map(no_8_bit_cache_reason, index.devices)):
+    elif options.cache_dtype is not None and not any(
+        no_8_bit_cache_reason(device, index.dtype) for device in index.devices
+    ):
         yield "no prefix cache: a prompt attends to its keys and values before they are rounded to 8 bits"
     else:
         yield f"prefix cache of {options.prefix_cache_mib} MiB"

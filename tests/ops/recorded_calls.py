@@ -153,6 +153,13 @@ def further_calls(target: Target, calls: dict[OpOverload, list[Call]]) -> Iterat
             query, key, value, *caches, position, None, kept, bias, ancestry, 1.0, *rotation, 0, 0.0, False, False
         )
     if target.backend == "cuda":
+        vectors = torch.randn(3, 2, 3, 16, device=device).bfloat16()
+        elements, scales = ops.quantize_heads(torch.randn(2, 2, 3, 9, 16, device=device), torch.int8)
+        caches = [part.view(torch.uint8) if part.dtype == torch.int8 else part for part in (*elements, *scales)]
+        options = HeadRotation(torch.zeros(4, 8, device=device), torch.zeros_like(ids[:, 0]))
+        yield lambda: raw.decode_quantized_attention_(
+            *vectors, *caches, position, None, kept, bias, ancestry, 1.0, *options, 0, 0.0, False, False
+        )
         low_rank = [torch.randn(s, device=device).bfloat16() for s in ((2, 64), (40, 64), (8, 64), (40, 8))]
         exchange = torch.zeros(exchange_size(low_rank[2]), dtype=torch.int64, device=device)
         exchange[0] = 1  # a ticket

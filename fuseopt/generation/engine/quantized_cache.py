@@ -8,17 +8,20 @@ import torch
 from torch import Tensor
 
 from fuseopt import ops
+from fuseopt.ops import registry
 from fuseopt.ops.decode.quantized_attention import LARGEST, dequantize_heads
-from fuseopt.ops.low_bit import no_kernel_reason
 
 CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """By the name in a config."""
 assert set(CACHE_DTYPES.values()) == LARGEST.keys()
 
 
-def no_8_bit_cache_reason(device: torch.device) -> str | None:
+def no_8_bit_cache_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why caches on a device keep the model's dtype; None if they may be quantised."""
-    return no_kernel_reason(device, "keys and values in 8 bits")
+    if device.type in ("cpu", "meta"):
+        return None
+    choice = registry.get("decode_quantized_attention").choose("auto", device, [dtype], may_build=True)
+    return None if choice.backend == "cuda" else f"the kernel {'; '.join(choice.refused['cuda'])}"
 
 
 class QuantizedCache(NamedTuple):

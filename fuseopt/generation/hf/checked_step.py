@@ -155,7 +155,7 @@ class CheckedStep:
         step = self.step_class(self.model)
         if self.low_bit is not None:
             step.quantise(self.model, self.low_bit)
-        if self._cache_dtype is not None and no_8_bit_cache_reason(step.shape.device) is None:
+        if self._cache_dtype is not None and no_8_bit_cache_reason(step.shape.device, step.shape.dtype) is None:
             step.shape = replace(step.shape, stored_dtype=self._cache_dtype)
         return step
 

@@ -15,6 +15,8 @@ from fuseopt.ops.decode.attention import attend_reference, check, check_options,
 from fuseopt.ops.decode.head_rotation import HeadRotation
 from fuseopt.ops.library import check_shape, compute_dtype, define
 
+_PIECE = 16  # head sizes of the CUDA kernel are multiples of it
+
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Dtype of a quantised cache -> the largest number that `quantize_heads` stores."""
 
@@ -104,11 +106,13 @@ def decode_quantized_attention(
     """`decode_attention` over a cache that `quantize_heads` has rounded to 8 bits.
 
     Args:
-        query: [rows, heads, head_dim], as in `decode_attention`; for float64, and on a GPU, "auto" is the reference.
+        query: [rows, heads, head_dim], as in `decode_attention`. The CUDA kernel takes float16 and bfloat16, from
+            compute capability 8.0 on, a head_dim that is a multiple of 16, and tensors that begin at multiples of 16
+            bytes. For another head_dim, and for float64, "auto" is the reference.
         key_cache, value_cache: [batch, kv_heads, capacity, head_dim], int8 or float8_e4m3fn.
         key_scales, value_scales: [batch, kv_heads, capacity], float32, not negative.
         lengths, starts, mask, bias, scale, pdl: as in `decode_attention`.
-        backend: "auto", "cpu" or "reference".
+        backend: "auto", "cuda", "cpu" or "reference".
 
     Returns:
         [rows, heads * head_dim], contiguous, `query`'s dtype.
@@ -120,7 +124,7 @@ def decode_quantized_attention(
     _check_scales(query, key_cache, key_scales, value_scales)
     caches = key_cache, value_cache, key_scales, value_scales
     floats = query, key_scales, value_scales, bias
-    chosen = registry.pick_without_gradient("decode_quantized_attention", backend, (query.dtype,), *floats)
+    chosen = _backend(backend, *floats)
     if chosen != "reference":
         is_fp8 = key_cache.dtype == torch.float8_e4m3fn
         return RAW[chosen](query, *_as_bytes(*caches), lengths, starts, mask, bias, scale, is_fp8, pdl)
@@ -179,7 +183,7 @@ def decode_quantized_attention_(
     check_options(query, key_cache, positions, ancestry, window, softcap)
     caches, step = (key_cache, value_cache, key_scales, value_scales), (query, key, value)
     floats = *step, key_scales, value_scales, bias, q_norm, k_norm
-    chosen = registry.pick_without_gradient("decode_quantized_attention", backend, (query.dtype,), *floats)
+    chosen = _backend(backend, *floats)
     if chosen != "reference":
         places = (positions, starts, mask, bias, ancestry, scale)
         is_fp8 = key_cache.dtype == torch.float8_e4m3fn
@@ -194,6 +198,12 @@ def decode_quantized_attention_(
         keys, values = gathered((keys, values), ancestry, places_of_rows)
     query = rotation.of_queries(query)
     return attend_reference(query, keys, values, positions + 1, starts, mask, bias, scale, window, softcap)
+
+
+def _backend(backend: str, query: Tensor, *others: Tensor | None) -> str:
+    if backend == "auto" and query.is_cuda and query.shape[2] % _PIECE:
+        return "reference"
+    return registry.pick_without_gradient("decode_quantized_attention", backend, (query.dtype,), query, *others)
 
 
 def _check_scales(
@@ -246,6 +256,7 @@ registry.register(
         reference=decode_quantized_attention_reference,
         sample_inputs=sample_inputs,
         backends=(
+            registry.NativeBackend("cuda", (torch.float16, torch.bfloat16), capability=(8, 0)),
             registry.NativeBackend("cpu", (torch.float32, torch.bfloat16, torch.float16)),
             registry.REFERENCE,
         ),

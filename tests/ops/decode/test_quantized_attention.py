@@ -208,7 +208,9 @@ def test_kernel_against_float64(
         torch.testing.assert_close(*new, rtol=0.14, atol=float(new[1].abs().max()) * 0.02)
         assert torch.equal(mine[:, :, :slot], reference[:, :, :slot])
     exact = _float64_attention(to_float64(step[0]), caches, slot, options)
-    assert error([output], [exact]) <= 2 * error([plain], [exact]) + 8 * torch.finfo(dtype).eps
+    # A score's error is up to 3 roundings of the cap, and the exponential makes it a relative error.
+    of_scores = 3 * softcap if dtype == torch.float32 else 0
+    assert error([output], [exact]) <= 2 * error([plain], [exact]) + (8 + of_scores) * torch.finfo(dtype).eps
 
 
 def _float64_attention(query: Tensor, caches: tuple[Tensor, ...], slot: int, options: dict[str, Any]) -> Tensor:

@@ -4,6 +4,11 @@
 namespace fuseopt::decode_attention_binding {
 namespace {
 
+// Whether a kernel can load 8 elements of 16 bits at once.
+bool is_aligned(const DecodeAttention::Heads& heads) {
+  return reinterpret_cast<uintptr_t>(heads.data) % 16 == 0 && heads.row_stride % 8 == 0 && heads.head_stride % 8 == 0;
+}
+
 // Pointers and strides of [rows, heads, head_dim] with head_dim contiguous.
 DecodeAttention::Heads heads_of(const Tensor& tensor) {
   return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1)};
@@ -17,6 +22,37 @@ struct Update {
   int64_t window;
   double softcap;
 };
+
+// Caches of 8 bits an element, as bytes.
+struct Scales {
+  Tensor keys, values;
+  CacheDType dtype;
+};
+
+void add_scales(const char* op, const Scales& scales, const Tensor& key_cache, PdlGuard& guard,
+                DecodeAttention& attention) {
+  const int64_t sizes[] = {key_cache.size(0), attention.kv_heads, attention.capacity};
+  for (const Tensor& of : {scales.keys, scales.values}) {
+    const auto own = of.sizes();
+    FUSEOPT_CHECK(std::equal(own.begin(), own.end(), std::begin(sizes), std::end(sizes)), "fuseopt::", op,
+                  ": the scales must be [rows, kv_heads, capacity] of the caches");
+    FUSEOPT_CHECK(attention.key.data == nullptr || of.is_contiguous(), "fuseopt::", op,
+                  ": the scales must be contiguous, as they are written to");
+  }
+  FUSEOPT_CHECK(attention.dtype == kFloat16 || attention.dtype == kBFloat16, "fuseopt::", op,
+                ": query must be float16 or bfloat16");
+  FUSEOPT_CHECK(attention.head_dim % 16 == 0, "fuseopt::", op, ": head_dim must be a multiple of 16, not ",
+                attention.head_dim);
+  attention.cache_dtype = scales.dtype;
+  attention.key_scales = static_cast<float*>(guard.contiguous(scales.keys).data_ptr());
+  attention.value_scales = static_cast<float*>(guard.contiguous(scales.values).data_ptr());
+  for (const DecodeAttention::Heads& heads : {attention.query, attention.key, attention.value,
+                                              DecodeAttention::Heads{attention.key_cache, 0, 0},
+                                              DecodeAttention::Heads{attention.value_cache, 0, 0}}) {
+    FUSEOPT_CHECK(is_aligned(heads), "fuseopt::", op, ": query, key, value and the caches must begin at multiples of 16 ",
+                  "bytes, and strides of the former must be multiples of 8");
+  }
+}
 
 // The guard keeps copies.
 void add_update(const char* op, const Update& update, const Tensor& key_cache, const Tensor& value_cache,
@@ -44,7 +80,8 @@ void add_update(const char* op, const Update& update, const Tensor& key_cache, c
 
 Tensor attend(const char* op, const Tensor& query, const std::optional<Update>& update, const Tensor& key_cache,
               const Tensor& value_cache, const Tensor& lengths, const std::optional<Tensor>& starts,
-              const std::optional<Tensor>& mask, const std::optional<Tensor>& bias, double scale, bool pdl) {
+              const std::optional<Tensor>& mask, const std::optional<Tensor>& bias, double scale, bool pdl,
+              const std::optional<Scales>& scales = std::nullopt) {
   constexpr int64_t kMaxHeadDim = 256;
   FUSEOPT_CHECK(query.dim() == 3 && key_cache.dim() == 4 && value_cache.dim() == 4, "fuseopt::", op,
                 ": query must be [rows, heads, head_dim], the caches [batch, kv_heads, capacity, head_dim]");
@@ -81,6 +118,7 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<Update>& 
   attention.key_cache = keys.data_ptr();
   attention.value_cache = values.data_ptr();
   if (update.has_value()) add_update(op, *update, key_cache, value_cache, guard, attention);
+  if (scales.has_value()) add_scales(op, *scales, key_cache, guard, attention);
   const auto places = guard.contiguous(mask);
   attention.mask = static_cast<const bool*>(data_of(places));
   const auto distances = guard.contiguous(bias);
@@ -117,6 +155,29 @@ Tensor decode_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cach
   return attend("decode_attention_", query, update, key_cache, value_cache, positions, starts, mask, bias, scale, pdl);
 }
 
+Tensor decode_quantized_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor key_scales,
+                                  Tensor value_scales, Tensor lengths, std::optional<Tensor> starts,
+                                  std::optional<Tensor> mask, std::optional<Tensor> bias, double scale, bool is_fp8,
+                                  bool pdl) {
+  const Scales scales{key_scales, value_scales, is_fp8 ? kFp8 : kInt8};
+  return attend("decode_quantized_attention", query, std::nullopt, key_cache, value_cache, lengths, starts, mask, bias,
+                scale, pdl, scales);
+}
+
+Tensor decode_quantized_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache,
+                                   Tensor key_scales, Tensor value_scales, Tensor positions,
+                                   std::optional<Tensor> starts, std::optional<Tensor> mask, std::optional<Tensor> bias,
+                                   std::optional<Tensor> ancestry, double scale, std::optional<Tensor> rotary,
+                                   std::optional<Tensor> row_positions, bool interleaved, std::optional<Tensor> q_norm,
+                                   std::optional<Tensor> k_norm, double norm_eps, double norm_offset, int64_t window,
+                                   double softcap, bool is_fp8, bool pdl) {
+  const RotationArguments rotation{rotary, row_positions, interleaved, q_norm, k_norm, norm_eps, norm_offset};
+  const Update update{key, value, ancestry, rotation, window, softcap};
+  const Scales scales{key_scales, value_scales, is_fp8 ? kFp8 : kInt8};
+  return attend("decode_quantized_attention_", query, update, key_cache, value_cache, positions, starts, mask, bias,
+                scale, pdl, scales);
+}
+
 }  // namespace
 }  // namespace fuseopt::decode_attention_binding
 
@@ -125,4 +186,7 @@ STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   namespace declared = fuseopt::declared;
   library.impl("decode_attention", TORCH_BOX((fuseopt::checked<decode_attention, declared::kDecodeAttention>)));
   library.impl("decode_attention_", TORCH_BOX((fuseopt::checked<decode_attention_, declared::kDecodeAttentionInPlace>)));
+  library.impl("decode_quantized_attention", TORCH_BOX((fuseopt::checked<decode_quantized_attention, declared::kQuantizedAttention>)));
+  library.impl("decode_quantized_attention_",
+               TORCH_BOX((fuseopt::checked<decode_quantized_attention_, declared::kQuantizedAttentionInPlace>)));
 }
