@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fuseopt.ops import decode_attention, decode_attention_, decode_quantized_attention, decode_quantized_attention_
+from fuseopt.ops import decode_attention, decode_attention_
 from fuseopt.ops.decode.head_rotation import HeadRotation
 from tests.ops.cases import RawCalls, error, examples, to_float64
 from tests.ops.decode.test_grouped_attention import rotary_table
-from tests.ops.decode.test_quantized_attention import STORED, in_float64, quantized_caches
+from tests.ops.decode.test_quantized_attention import STORED, in_float64, of_op, quantized_caches
 
 
 @pytest.mark.gpu
@@ -75,10 +75,10 @@ def test_kernel_against_float64(
         options["row_positions"] = torch.randint(0, 50, (rows,), device="cuda", generator=generator)
     places = torch.tensor([slot], device="cuda")
     plain_caches = [cache.clone() for cache in caches]
-    plain = decode_quantized_attention_(*step, *plain_caches, places, **options, backend="reference")
+    plain = decode_attention_(*step, **of_op(plain_caches), positions=places, **options, backend="reference")
     with RawCalls() as raw:
-        output = decode_quantized_attention_(*step, *caches, places, **options, backend="cuda")
-    assert raw.names() == ["decode_quantized_attention_.default"]
+        output = decode_attention_(*step, **of_op(caches), positions=places, **options, backend="cuda")
+    assert raw.names() == ["decode_attention_.default"]
     # float64 attends to what the kernel wrote: a rotated key may be rounded to a neighbouring number of 8 bits.
     for mine, reference in zip(in_float64(caches), in_float64(tuple(plain_caches)), strict=True):
         new = mine[:, :, slot], reference[:, :, slot]
@@ -108,7 +108,7 @@ def test_kernel_of_an_encoders_cache(stored: torch.dtype, head_dim: int) -> None
     query = torch.randn(6, 4, head_dim, device="cuda", dtype=torch.bfloat16)
     caches = quantized_caches(*torch.randn(2, 2, 4, 300, head_dim, device="cuda"), stored)
     lengths, bias = torch.tensor([300, 41], device="cuda"), torch.randn(4, 30, device="cuda")
-    output = decode_quantized_attention(query, *caches, lengths, bias=bias, scale=0.1, backend="cuda")
-    plain = decode_quantized_attention(query, *caches, lengths, bias=bias, scale=0.1, backend="reference")
+    output = decode_attention(query, **of_op(caches), lengths=lengths, bias=bias, scale=0.1, backend="cuda")
+    plain = decode_attention(query, **of_op(caches), lengths=lengths, bias=bias, scale=0.1, backend="reference")
     exact = decode_attention(query.double(), *in_float64(caches), lengths, bias=bias, scale=0.1, backend="reference")
     assert error([output], [exact]) <= 2 * error([plain], [exact]) + 4 * torch.finfo(torch.bfloat16).eps

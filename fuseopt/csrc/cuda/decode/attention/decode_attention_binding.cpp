@@ -23,19 +23,8 @@ struct Update {
   double softcap;
 };
 
-// Caches of 8 bits an element, as bytes.
-struct Scales {
-  Tensor keys, values;
-  CacheDType dtype;
-};
-
-void add_scales(const char* op, const Scales& scales, const Tensor& key_cache, PdlGuard& guard,
-                DecodeAttention& attention) {
-  const int64_t sizes[] = {key_cache.size(0), attention.kv_heads, attention.capacity};
+void add_scales(const char* op, const Scales& scales, PdlGuard& guard, DecodeAttention& attention) {
   for (const Tensor& of : {scales.keys, scales.values}) {
-    const auto own = of.sizes();
-    FUSEOPT_CHECK(std::equal(own.begin(), own.end(), std::begin(sizes), std::end(sizes)), "fuseopt::", op,
-                  ": the scales must be [rows, kv_heads, capacity] of the caches");
     FUSEOPT_CHECK(attention.key.data == nullptr || of.is_contiguous(), "fuseopt::", op,
                   ": the scales must be contiguous, as they are written to");
   }
@@ -79,9 +68,9 @@ void add_update(const char* op, const Update& update, const Tensor& key_cache, c
 }
 
 Tensor attend(const char* op, const Tensor& query, const std::optional<Update>& update, const Tensor& key_cache,
-              const Tensor& value_cache, const Tensor& lengths, const std::optional<Tensor>& starts,
-              const std::optional<Tensor>& mask, const std::optional<Tensor>& bias, double scale, bool pdl,
-              const std::optional<Scales>& scales = std::nullopt) {
+              const Tensor& value_cache, const std::optional<Scales>& scales, const Tensor& lengths,
+              const std::optional<Tensor>& starts, const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
+              double scale, bool pdl) {
   constexpr int64_t kMaxHeadDim = 256;
   FUSEOPT_CHECK(query.dim() == 3 && key_cache.dim() == 4 && value_cache.dim() == 4, "fuseopt::", op,
                 ": query must be [rows, heads, head_dim], the caches [batch, kv_heads, capacity, head_dim]");
@@ -118,7 +107,7 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<Update>& 
   attention.key_cache = keys.data_ptr();
   attention.value_cache = values.data_ptr();
   if (update.has_value()) add_update(op, *update, key_cache, value_cache, guard, attention);
-  if (scales.has_value()) add_scales(op, *scales, key_cache, guard, attention);
+  if (scales.has_value()) add_scales(op, *scales, guard, attention);
   const auto places = guard.contiguous(mask);
   attention.mask = static_cast<const bool*>(data_of(places));
   const auto distances = guard.contiguous(bias);
@@ -137,45 +126,26 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<Update>& 
   return output;
 }
 
-Tensor decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor lengths,
-                        std::optional<Tensor> starts, std::optional<Tensor> mask, std::optional<Tensor> bias,
-                        double scale, bool pdl) {
-  return attend("decode_attention", query, std::nullopt, key_cache, value_cache, lengths, starts, mask, bias, scale,
-                pdl);
+Tensor decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, std::optional<Tensor> key_scales,
+                        std::optional<Tensor> value_scales, Tensor lengths, std::optional<Tensor> starts,
+                        std::optional<Tensor> mask, std::optional<Tensor> bias, double scale, bool pdl) {
+  constexpr const char* op = "decode_attention";
+  const auto scales = scales_of(op, query, key_cache, key_scales, value_scales);
+  return attend(op, query, std::nullopt, key_cache, value_cache, scales, lengths, starts, mask, bias, scale, pdl);
 }
 
 Tensor decode_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache,
-                         Tensor positions, std::optional<Tensor> starts, std::optional<Tensor> mask,
-                         std::optional<Tensor> bias, std::optional<Tensor> ancestry, double scale,
-                         std::optional<Tensor> rotary, std::optional<Tensor> row_positions, bool interleaved,
-                         std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, double norm_eps,
-                         double norm_offset, int64_t window, double softcap, bool pdl) {
+                         std::optional<Tensor> key_scales, std::optional<Tensor> value_scales, Tensor positions,
+                         std::optional<Tensor> starts, std::optional<Tensor> mask, std::optional<Tensor> bias,
+                         std::optional<Tensor> ancestry, double scale, std::optional<Tensor> rotary,
+                         std::optional<Tensor> row_positions, bool interleaved, std::optional<Tensor> q_norm,
+                         std::optional<Tensor> k_norm, double norm_eps, double norm_offset, int64_t window,
+                         double softcap, bool pdl) {
+  constexpr const char* op = "decode_attention_";
   const RotationArguments rotation{rotary, row_positions, interleaved, q_norm, k_norm, norm_eps, norm_offset};
   const Update update{key, value, ancestry, rotation, window, softcap};
-  return attend("decode_attention_", query, update, key_cache, value_cache, positions, starts, mask, bias, scale, pdl);
-}
-
-Tensor decode_quantized_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor key_scales,
-                                  Tensor value_scales, Tensor lengths, std::optional<Tensor> starts,
-                                  std::optional<Tensor> mask, std::optional<Tensor> bias, double scale, bool is_fp8,
-                                  bool pdl) {
-  const Scales scales{key_scales, value_scales, is_fp8 ? kFp8 : kInt8};
-  return attend("decode_quantized_attention", query, std::nullopt, key_cache, value_cache, lengths, starts, mask, bias,
-                scale, pdl, scales);
-}
-
-Tensor decode_quantized_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache,
-                                   Tensor key_scales, Tensor value_scales, Tensor positions,
-                                   std::optional<Tensor> starts, std::optional<Tensor> mask, std::optional<Tensor> bias,
-                                   std::optional<Tensor> ancestry, double scale, std::optional<Tensor> rotary,
-                                   std::optional<Tensor> row_positions, bool interleaved, std::optional<Tensor> q_norm,
-                                   std::optional<Tensor> k_norm, double norm_eps, double norm_offset, int64_t window,
-                                   double softcap, bool is_fp8, bool pdl) {
-  const RotationArguments rotation{rotary, row_positions, interleaved, q_norm, k_norm, norm_eps, norm_offset};
-  const Update update{key, value, ancestry, rotation, window, softcap};
-  const Scales scales{key_scales, value_scales, is_fp8 ? kFp8 : kInt8};
-  return attend("decode_quantized_attention_", query, update, key_cache, value_cache, positions, starts, mask, bias,
-                scale, pdl, scales);
+  const auto scales = scales_of(op, query, key_cache, key_scales, value_scales);
+  return attend(op, query, update, key_cache, value_cache, scales, positions, starts, mask, bias, scale, pdl);
 }
 
 }  // namespace
@@ -186,7 +156,4 @@ STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   namespace declared = fuseopt::declared;
   library.impl("decode_attention", TORCH_BOX((fuseopt::checked<decode_attention, declared::kDecodeAttention>)));
   library.impl("decode_attention_", TORCH_BOX((fuseopt::checked<decode_attention_, declared::kDecodeAttentionInPlace>)));
-  library.impl("decode_quantized_attention", TORCH_BOX((fuseopt::checked<decode_quantized_attention, declared::kQuantizedAttention>)));
-  library.impl("decode_quantized_attention_",
-               TORCH_BOX((fuseopt::checked<decode_quantized_attention_, declared::kQuantizedAttentionInPlace>)));
 }
