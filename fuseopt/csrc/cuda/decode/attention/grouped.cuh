@@ -178,15 +178,16 @@ __global__ void __launch_bounds__(kMaxGroupedWarps* kWarpSize, kDims > 128 ? 1 :
     if constexpr (kIsQuantized) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) x[i] = piece[i];
-      float scale = largest_magnitude<kVectorLanes>(x);
+      const float largest = largest_magnitude<kVectorLanes>(x);
+      float scale = power_of_two(largest);
       if (vector < queries) {
+        const float per_scale = inverse(scale);
         Vector<__half, 8> halves;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) halves.values[i] = __float2half_rn(scale == 0 ? 0 : __fdividef(x[i], scale));
+        for (int i = 0; i < 8; ++i) halves.values[i] = __float2half_rn(x[i] * per_scale);
         reinterpret_cast<Vector<__half, 8>*>(memory.vectors[vector])[vector_piece] = halves;
       } else if (vector < vectors) {
-        scale = __fdiv_rn(scale, Stored::kLargest);
-        reinterpret_cast<uint2*>(memory.vectors[vector])[vector_piece] = quantized<Stored>(x, scale);
+        reinterpret_cast<uint2*>(memory.vectors[vector])[vector_piece] = quantized<Stored>(x, largest, scale);
       }
       if (vector < vectors && vector_piece == 0) memory.scales[vector] = scale;
     } else if (vector < vectors) {

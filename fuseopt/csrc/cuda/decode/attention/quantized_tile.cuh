@@ -1,8 +1,8 @@
 // Keys and values in 8 bits: a scale for each head and token, and the tiles and running softmax that read them.
 //
 // The tensor cores multiply halves, whatever the model's dtype is. Elements become halves in registers, exactly. A query
-// is divided by its largest element, and the scores get that factor, the scale of the softmax and the key's scale in
-// float32. Values are weighted by their probability times their scale, relative to the largest scale so far.
+// is divided by a power of two, and the scores get that factor, the scale of the softmax and the key's scale in float32.
+// Values are weighted by their probability times their scale, relative to a power of two that follows the largest scale.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -72,15 +72,29 @@ __device__ inline float largest_magnitude(const float (&x)[8]) {
   return __uint_as_float(largest);
 }
 
-// 8 elements of a vector with this scale, a kLargest-th of its largest magnitude. If the scale is not finite, they are
-// zeros, which it makes NaN.
+// The power of two of a number that is not negative: at most it, and more than half of it; 0 for subnormal numbers, and
+// infinity for infinity and NaN. Its `inverse` is 2^127 for 0, and -infinity for infinity.
+__device__ inline float power_of_two(float x) { return __uint_as_float(__float_as_uint(x) & 0x7f800000); }
+__device__ inline float inverse(float power) { return __uint_as_float(0x7f000000 - __float_as_uint(power)); }
+
+// x / divisor, which the compiler's division takes longer for. Rounded correctly, but for subnormal numbers.
+__device__ inline float quotient(float x, float divisor, float reciprocal) {
+  const float nearly = x * reciprocal;
+  return __fmaf_rn(__fmaf_rn(-nearly, divisor, x), reciprocal, nearly);
+}
+
+// 8 elements of a vector whose largest magnitude is `largest`, and its scale, a kLargest-th of that. If it is not finite,
+// they are zeros, which the scale makes NaN.
 template <typename Stored>
-__device__ inline uint2 quantized(const float (&x)[8], float scale) {
+__device__ inline uint2 quantized(const float (&x)[8], float largest, float& scale) {
+  scale = quotient(largest, Stored::kLargest, 1 / Stored::kLargest);
   const bool has_elements = scale > 0 && scale < INFINITY;
+  const float raise = scale < 0x1p-60f ? 0x1p64f : 1;  // so that the reciprocal is finite
+  const float divisor = has_elements ? scale * raise : 1, reciprocal = __frcp_rn(divisor);
   uint2 words = {};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const unsigned element = has_elements ? Stored::rounded(__fdiv_rn(x[i], scale)) : 0;
+    const unsigned element = has_elements ? Stored::rounded(quotient(x[i] * raise, divisor, reciprocal)) : 0;
     (i < 4 ? words.x : words.y) |= element << i % 4 * 8;
   }
   return words;
@@ -125,10 +139,10 @@ struct QuantizedTile : TileStorage<unsigned char, kDims> {
 // As Attended, of quantized keys and values.
 template <typename Stored, int kDims>
 struct QuantizedAttended {
-  // Halves reach 65504; small weights are normal numbers down to 2^-28 of the largest.
+  // Halves reach 65504, and weights twice this; small weights are normal numbers down to 2^-28 of the largest.
   static constexpr float kLargestWeight = 16384, kLeastUnit = 0x1p-100f;
 
-  // `sum` is of the lane's keys until `finish`. `weighted` is relative to `unit`, the largest scale of a value.
+  // `sum` is of the lane's keys until `finish`. `weighted` is relative to `unit`, the power of two of the largest scale.
   float largest[2] = {-INFINITY, -INFINITY}, sum[2] = {}, unit = kLeastUnit, weighted[kDims / 16][4] = {};
 
   // See Attended::add_scored. `value_scale`: of key `lane` of the tiles, 0 if it is excluded.
@@ -143,8 +157,9 @@ struct QuantizedAttended {
       const unsigned dropped_of_tile = dropped >> t * kTileKeys & kAllTileKeys;
       if (dropped_of_tile != 0) tiles[t].drop_values(dropped_of_tile);
     }
-    const float raised_unit = __uint_as_float(max(__float_as_uint(unit), largest_in_warp(__float_as_uint(value_scale))));
-    const float of_unit = __fdividef(unit, raised_unit), weight = value_scale * __fdividef(kLargestWeight, raised_unit);
+    const float largest_scale = __uint_as_float(largest_in_warp(__float_as_uint(value_scale)));
+    const float raised_unit = fmaxf(unit, power_of_two(largest_scale)), per_unit = inverse(raised_unit);
+    const float of_unit = unit * per_unit, weight = value_scale * (kLargestWeight * per_unit);
     unit = raised_unit;
 #pragma unroll
     for (int i = 0; i < kTiles * 2; ++i) scales[i] = __shfl_sync(kFullWarp, weight, i * 8 + lane / 4);
