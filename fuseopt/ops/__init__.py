@@ -19,12 +19,7 @@ from fuseopt.ops.decode.low_bit_linear import decode_low_bit_linear, low_bit_lin
 from fuseopt.ops.decode.low_rank import decode_linear_low_rank
 from fuseopt.ops.decode.prompt_attention import prompt_attention_
 from fuseopt.ops.decode.qkv_attention import decode_qkv_attention_
-from fuseopt.ops.decode.quantized_attention import (
-    decode_quantized_attention,
-    decode_quantized_attention_,
-    dequantize_heads,
-    quantize_heads,
-)
+from fuseopt.ops.decode.quantized_heads import dequantize_heads, quantize_heads
 from fuseopt.ops.decode.rotary_store import decode_rotary_store_
 from fuseopt.ops.decode.sample import SamplingFilters, decode_sample_, filter_scores
 from fuseopt.ops.decode.select import decode_select_
@@ -66,8 +61,6 @@ __all__ = [
     "decode_linear_partials",
     "decode_low_bit_linear",
     "decode_qkv_attention_",
-    "decode_quantized_attention",
-    "decode_quantized_attention_",
     "decode_rotary_store_",
     "decode_sample_",
     "decode_select_",

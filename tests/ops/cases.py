@@ -89,7 +89,7 @@ OF_THEIR_OWN_SIZES = (
     "decode_linear_low_rank",
     "decode_linear_of_sum",
     "decode_low_bit_linear",
-    "decode_quantized_attention",
+    "decode_attention_of_8_bits",
     "decode_softmax_linear",
     "edit_logits",
     "filter_scores",

@@ -14,7 +14,7 @@ from fuseopt import ops
 from fuseopt.generation.engine.attention import attend, is_plain
 from fuseopt.generation.engine.layers import causal_mask, has_cuda_kernel
 from fuseopt.generation.engine.positions import normalised_heads, options_of_op, rotated, split_heads
-from fuseopt.generation.engine.quantized_cache import LayerCache, fill
+from fuseopt.generation.engine.quantised_cache import LayerCache, fill
 from fuseopt.generation.engine.residual_stream import ResidualStream
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.prompt.prompts import store

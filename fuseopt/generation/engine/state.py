@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fuseopt.generation.engine.beam_state import BeamState
 from fuseopt.generation.engine.device_constants import TrackedCopy
-from fuseopt.generation.engine.quantized_cache import LayerCache, QuantizedCache
+from fuseopt.generation.engine.quantised_cache import LayerCache, QuantisedCache
 from fuseopt.ops.decode.linear import FEW_ROWS
+from fuseopt.ops.decode.quantized_heads import OP
 from fuseopt.tuning import tuned
 
 # Cache capacities are powers of two up to this one, then multiples of it: few classes, and little waste when long.
@@ -221,7 +222,7 @@ class DecodeState:
     @property
     def attention_op(self) -> str:
         """The op that attends to the caches; `encoded` has the dtype of its queries."""
-        return "decode_attention" if self.scales is None else "decode_quantized_attention"
+        return "decode_attention" if self.scales is None else OP
 
     def zero_caches(self) -> None:
         """Zeros the caches of an earlier call. Attention multiplies masked values by 0, and 0 * NaN is NaN."""
@@ -303,7 +304,7 @@ class DecodeState:
 
 
 def _by_layer(cache: Tensor, scales: Tensor | None) -> Sequence[LayerCache]:
-    return tuple(cache) if scales is None else tuple(map(QuantizedCache, cache, scales))
+    return tuple(cache) if scales is None else tuple(map(QuantisedCache, cache, scales))
 
 
 def capacity_for(length: int) -> int:

@@ -26,7 +26,7 @@ from fuseopt.generation.engine.layers import (
 from fuseopt.generation.engine.low_bit import LowBitChoice, LowBitWeights, low_bit_choice
 from fuseopt.generation.engine.low_rank import LowRankUpdates
 from fuseopt.generation.engine.prompt_attention import PromptAttention
-from fuseopt.generation.engine.quantized_cache import LayerCache, fill, filled
+from fuseopt.generation.engine.quantised_cache import LayerCache, fill, filled
 from fuseopt.generation.engine.residual_stream import HeadInput, ResidualStream
 from fuseopt.generation.engine.state import AbsorbedCrossAttention, CacheShape, DecodeState, Sizes
 from fuseopt.generation.families.decoder_spec import (
@@ -120,6 +120,10 @@ class SpecStep(DecodeStep):
     def buffers_of(model: nn.Module) -> Sequence[nn.Module]:
         """The modules whose buffers `spec_of` reads."""
         return ()
+
+    @classmethod
+    def head_dim_of(cls, model: nn.Module) -> int:
+        return cls.spec_of(model).head_dim
 
     @classmethod
     def low_bit_choice(cls, model: nn.Module, options: LowBitOptions) -> LowBitChoice:

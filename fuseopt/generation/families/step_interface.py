@@ -75,7 +75,8 @@ class DecodeStep(Protocol):
         ignores_encoder_mask: cross-attention attends to all of the encoder's output, whatever `attention_mask` says.
         takes_lora: linear layers of the model may be inside LoRA layers of peft (`fuseopt.modules.lora`); those of them
             whose updates the step adds are its `lora_layers`.
-        takes_quantised_cache: `shape.stored_dtype` may be set, since the step uses `state.layer_caches`.
+        takes_quantised_cache: `head_dim_of` is implemented, and `shape.stored_dtype` may be set, since the step uses
+            `state.layer_caches`.
         takes_low_bit: `low_bit_choice`, `quantised_layers` and `quantise` are implemented, so weights may be in 8 or 4
             bits, also those of a pre-quantised checkpoint (`fuseopt.modules.quantised`).
         takes_prefix: `prefill` of a decoder-only model runs prompts from slot `state.start` on; a PrefixCache may fill
@@ -127,6 +128,11 @@ class DecodeStep(Protocol):
     def not_supported_reasons(model: nn.Module) -> list[str]:
         """Why the step would compute something else than the model's forward; `children` are checked elsewhere."""
         return []
+
+    @classmethod
+    def head_dim_of(cls, model: nn.Module) -> int:
+        """The elements of a head's key in the cache."""
+        raise NotImplementedError
 
     @classmethod
     def low_bit_choice(cls, model: nn.Module, options: LowBitOptions) -> LowBitChoice:

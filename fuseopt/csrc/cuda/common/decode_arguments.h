@@ -102,6 +102,9 @@ struct DecodeAttention {
   Heads value;
   void* key_cache;
   void* value_cache;
+  CacheDType cache_dtype;
+  float* key_scales;  // [rows of the caches, kv_heads, capacity] if the caches have 8 bits an element, else null
+  float* value_scales;
   int64_t rows;
   int64_t heads;
   int64_t kv_heads;
