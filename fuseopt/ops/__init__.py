@@ -1,8 +1,10 @@
 """The ops: functions on tensors, each with several backends. `fuseopt.ops.registry` lists them."""
 
+import sys
 import warnings
 from typing import Any
 
+from fuseopt import moved_modules
 from fuseopt.ops.add_layer_norm import add_layer_norm
 from fuseopt.ops.add_rms_norm import add_rms_norm
 from fuseopt.ops.cross_entropy import cross_entropy
@@ -97,3 +99,6 @@ def decode_linear_addends(*arguments: Any, overlap: bool = False, ahead: Any = (
     """`decode_linear_partials`, under the names of earlier versions."""
     warnings.warn("decode_linear_addends is called decode_linear_partials", DeprecationWarning, stacklevel=2)
     return decode_linear_partials(*arguments, pdl=overlap, prefetch=ahead, **options)
+
+
+moved_modules.keep_functions(sys.modules[__name__])
