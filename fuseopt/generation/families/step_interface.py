@@ -176,6 +176,10 @@ class DecodeStep(Protocol):
         """
         ...
 
+    def takes_any_start(self, state: DecodeState) -> bool:
+        """Whether `prefill` of unmasked prompts can read its start from `state.start_slot`, see `start_varies`."""
+        return False
+
     def cross_cache_filled(self, state: DecodeState) -> None:
         """Updates what the step derives from `state.cross_cache`, after the model's own forward has filled that."""
 
