@@ -89,6 +89,7 @@ OF_THEIR_OWN_SIZES = (
     "decode_linear_low_rank",
     "decode_linear_of_sum",
     "decode_low_bit_linear",
+    "decode_packed_linear",
     "decode_quantized_attention",
     "decode_softmax_linear",
     "edit_logits",

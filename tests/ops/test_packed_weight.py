@@ -5,8 +5,10 @@ import struct
 import pytest
 import torch
 
-from fuseopt.ops.low_bit import LowBitWeight, dequantize, pack
-from fuseopt.ops.packed_weight import pack_for_cuda
+from fuseopt import ops
+from fuseopt.errors import BackendError
+from fuseopt.ops.low_bit import LowBitWeight, dequantize, pack, quantize
+from fuseopt.ops.packed_weight import pack_for_cuda, unpacked
 
 
 def _float(half: int, dtype: torch.dtype) -> float:
@@ -105,5 +107,55 @@ def test_lanes_read_the_weight(bits, group, zeros, outputs, inputs, dtype):
         points = torch.randint(0, 16, scales.shape, dtype=torch.uint8) if zeros else None
         nibbles = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
         weight = LowBitWeight(pack(nibbles), scales, points, 4, group)
-    actual = _weight_of(pack_for_cuda(weight, dtype), outputs, inputs, bits, group, zeros, dtype)
+    packed = pack_for_cuda(weight, dtype)
+    actual = _weight_of(packed.data, outputs, inputs, bits, group, zeros, dtype)
     assert torch.equal(actual, dequantize(weight, torch.float64))
+    assert packed.shape == weight.shape and packed[3:] == (bits, weight.group, zeros, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("bits", "group", "symmetric", "outputs", "inputs"),
+    [
+        (8, 128, True, 1, 8),
+        (8, 128, True, 33, 200),
+        (4, 32, True, 17, 160),
+        (4, 64, False, 40, 64),
+        (4, 128, False, 16, 256),
+    ],
+)
+def test_unpacked_is_what_was_packed(bits, group, symmetric, outputs, inputs, dtype):
+    weight = quantize(torch.randn(outputs, inputs).to(dtype), bits, group, symmetric)
+    found = unpacked(pack_for_cuda(weight, dtype))
+    assert found[3:] == weight[3:] and (found.zeros is None) == (weight.zeros is None)
+    for part, expected in zip(found.tensors, weight.tensors, strict=True):
+        assert part.dtype is expected.dtype and torch.equal(part, expected)
+    assert unpacked(weight) is weight
+
+
+def test_refusals():
+    weight = quantize(torch.randn(4, 64), 4, 32)
+    for arguments, message in (
+        ((weight, torch.float32), "dtype must be bfloat16 or float16, not torch.float32"),
+        ((quantize(torch.randn(4, 60), 8), torch.float16), "60 inputs are no multiple of 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pack_for_cuda(*arguments)
+    packed, x = pack_for_cuda(weight, torch.float16), torch.randn(2, 64, dtype=torch.float16)
+    with pytest.raises(ValueError, match="same bits"):
+        ops.decode_packed_linear(x, [packed, pack_for_cuda(weight, torch.bfloat16)])
+    with pytest.raises(TypeError, match="data of a PackedWeight must be uint8"):
+        ops.decode_packed_linear(x, packed._replace(data=packed.data.int()))
+    with pytest.raises(BackendError, match=r"takes no torch\.float32 input with weights packed for torch.float16"):
+        ops.decode_packed_linear(x.float(), packed, backend="cuda")
+    with pytest.raises(BackendError, match="takes no more than 64 rows, such as 65"):
+        ops.decode_packed_linear(x[:1].expand(65, 64), packed, backend="cuda")
+
+
+@pytest.mark.parametrize("rows", [3, 65])
+def test_a_layer_on_a_cpu(rows):
+    weight = quantize(torch.randn(33, 64).half(), 4, 32, False)
+    x, bias = torch.randn(rows, 64, dtype=torch.float16), torch.randn(33, dtype=torch.float16)
+    output = ops.low_bit_linear(x, pack_for_cuda(weight, torch.float16), bias)
+    expected = x.double() @ dequantize(weight, torch.float64).T + bias
+    torch.testing.assert_close(output.double(), expected, rtol=2e-3, atol=2e-2)
