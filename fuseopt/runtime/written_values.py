@@ -31,6 +31,7 @@ class Samples:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
         # By dtype, since torch.cat converts its arguments to one dtype.
         self._spaced: dict[torch.dtype, list[tuple[Tensor, tuple[int], tuple[int]]]] = {}
         for tensor in tensors:

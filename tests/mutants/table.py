@@ -695,7 +695,7 @@ CHECKPOINTS = (
     ),
     _misread(
         "tensors that are written to",
-        "self._tensors += [tensor for layer in self._came for part in layer.checkpoint for tensor in part.tensors]",
+        "tensors += [tensor for layer in self._came for part in layer.checkpoint for tensor in part.tensors]",
         "pass",
         _LOW_BIT,
     ),

@@ -23,7 +23,7 @@ from fuseopt.generation.engine.layers import (
     normalised,
     plan_l2_prefetch,
 )
-from fuseopt.generation.engine.low_bit import LowBitChoice, LowBitWeights, low_bit_choice
+from fuseopt.generation.engine.low_bit import LowBitChoice, LowBitWeights, check_is_read, low_bit_choice
 from fuseopt.generation.engine.low_rank import LowRankUpdates
 from fuseopt.generation.engine.prompt_attention import PromptAttention, reads_start_on_device
 from fuseopt.generation.engine.quantised_cache import LayerCache, fill, filled
@@ -131,13 +131,18 @@ class SpecStep(DecodeStep):
 
     @classmethod
     def quantised_layers(cls, model: nn.Module) -> Sequence[Linear]:
-        return [layer for layer in cls.spec_of(model).linears if layer.checkpoint]
+        spec = cls.spec_of(model)
+        layers = [layer for layer in spec.linears if layer.checkpoint]
+        for layer in layers:
+            layer.compute_in(spec.token_embedding.dtype)
+            check_is_read(layer)
+        return layers
 
     def quantise(self, model: nn.Module, weights: LowBitWeights) -> None:
         options = weights.options
         choice = None if options is None else _low_bit_choice(model, self.spec, options)
         weights.put_into(choice, self.spec.linears)
-        self.is_quantised = bool(weights.made_as)
+        self.is_quantised, self.most_quantised_rows = bool(weights.made_as), weights.most_rows
         self._plan_l2_prefetch(self.layers)
 
     def new_state(self, sizes: Sizes) -> DecodeState:

@@ -57,6 +57,15 @@ struct DecodeLinear {
   uint64_t* exchange;
 };
 
+// A DecodeLinear whose weights are packed integers (cuda/decode/linear/low_bit/packed_weight.cuh). Its `weight_dtype` is the
+// input's, its `weight_stride` is `in_features`.
+struct PackedLinear {
+  DecodeLinear layer;
+  int bits;       // 8 or 4
+  int64_t group;  // with 4 bits 32, 64 or 128
+  bool has_zeros;
+};
+
 inline int64_t output_columns(const DecodeLinear& layer) {
   int64_t columns = 0;
   for (const int64_t width : layer.widths) columns += width;
