@@ -14,6 +14,7 @@ from fuseopt.generation.engine.device_constants import TrackedCopy
 from fuseopt.generation.engine.quantised_cache import LayerCache, QuantisedCache
 from fuseopt.ops.decode.linear import FEW_ROWS
 from fuseopt.ops.decode.quantized_heads import OP
+from fuseopt.runtime.huge_pages import with_huge_pages
 from fuseopt.tuning import tuned
 
 # Cache capacities are powers of two up to this one, then multiples of it: few classes, and little waste when long.
@@ -164,8 +165,9 @@ class DecodeState:
             allocate = torch.empty if shape.device.type == "cpu" else torch.zeros
             size, cross_size = (layers, 2, rows, heads, capacity), (layers, 2, sizes.items, heads, cross_capacity)
             stored = shape.stored_dtype or shape.dtype
-            self.cache = allocate((*size, head_dim), dtype=stored, device=shape.device)
-            self.cross_cache = zeros(*cross_size, head_dim, dtype=stored)
+            self.cache = with_huge_pages(allocate((*size, head_dim), dtype=stored, device=shape.device))
+            self.cross_cache = torch.empty((*cross_size, head_dim), dtype=stored, device=shape.device)
+            with_huge_pages(self.cross_cache).zero_()
             self.scales = self.cross_scales = None
             if shape.stored_dtype is not None:
                 self.scales = allocate(size, dtype=torch.float32, device=shape.device)
