@@ -9,6 +9,8 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GROUPS = (32, 64, 128)
 """Numbers of neighbouring inputs that may share a 4-bit scale."""
+MAX_ROWS = 64
+"""The kernels take no more rows; above, a dequantised copy of the weight and the BLAS library are as fast."""
 
 # Bits 4j to 4j + 3 of a word hold input NIBBLE_ORDER[j] of its eight: `word >> 4 * i & 0x000f000f` is then the pair
 # (2i, 2i + 1) in two 16-bit halves.
@@ -59,9 +61,9 @@ class LowBitWeight(NamedTuple):
         return tuple(part for part in (self.values, self.scales, self.zeros) if part is not None)
 
 
-def no_kernel_reason(device: torch.device, read: str = "weights in 8 or 4 bits") -> str | None:
-    """Why a device has no kernels that read `read`; None if it has, and for the meta device."""
-    return None if device.type in ("cpu", "meta") else f"kernels for {read} run on a CPU"
+def no_kernel_reason(device: torch.device) -> str | None:
+    """Why a device has no kernels that read quantised weights; None if it has, and for the meta device."""
+    return None if device.type in ("cpu", "meta") else "kernels for weights in 8 or 4 bits run on a CPU"
 
 
 def not_quantised_reason(shape: torch.Size, dtype: torch.dtype, bits: int, group: int) -> str | None:

@@ -28,6 +28,7 @@ OWN_TESTS = {
         "decode/test_grouped_attention.py",
         "tensor_cores or plain_kernel or many_rows or encoders_cache",
     ),
+    "decode_attention_, 8 bits": ("decode/test_quantized_attention_cuda.py", "test_kernel"),
     "decode_rotary_store_": ("decode/test_rotary_store.py", "test_kernel_against"),
     "partial softmaxes that are no numbers": (
         "decode/test_attention.py",
@@ -55,6 +56,10 @@ OWN_TESTS = {
     "decode_linear of decoders": (
         "decode/test_linear_decoders.py",
         "test_layers_of_decoders and bfloat16 and (-1-torch or -11-torch) and (odd or small or Qwen3)",
+    ),
+    "decode_packed_linear": (
+        "decode/test_packed_linear.py",
+        "test_layers_of_models and bfloat16 and (8-0-2048 or 512-8 or 1600) or any_size and bfloat16",
     ),
     "decode_head_select_": (
         "decode/test_head_select.py",

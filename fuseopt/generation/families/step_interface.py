@@ -75,12 +75,14 @@ class DecodeStep(Protocol):
         ignores_encoder_mask: cross-attention attends to all of the encoder's output, whatever `attention_mask` says.
         takes_lora: linear layers of the model may be inside LoRA layers of peft (`fuseopt.modules.lora`); those of them
             whose updates the step adds are its `lora_layers`.
-        takes_quantised_cache: `shape.stored_dtype` may be set, since the step uses `state.layer_caches`.
+        takes_quantised_cache: `head_dim_of` is implemented, and `shape.stored_dtype` may be set, since the step uses
+            `state.layer_caches`.
         takes_low_bit: `low_bit_choice`, `quantised_layers` and `quantise` are implemented, so weights may be in 8 or 4
             bits, also those of a pre-quantised checkpoint (`fuseopt.modules.quantised`).
         takes_prefix: `prefill` of a decoder-only model runs prompts from slot `state.start` on; a PrefixCache may fill
             the slots before it.
         is_quantised: `quantise` has found weights to quantise.
+        most_quantised_rows: with `is_quantised`, products of more rows read the unquantised weights; None if none do.
         token_embedding: [vocab, width], whose dtype and device tell whether the engine's kernels apply.
         shape: of the key-value cache, from which the engine makes a `DecodeState`.
         vocab: width of the logits.
@@ -101,6 +103,7 @@ class DecodeStep(Protocol):
 
     lora_layers: Sequence[nn.Module] = ()
     is_quantised: bool = False
+    most_quantised_rows: int | None = None
     token_embedding: Tensor
     shape: CacheShape
     vocab: int
@@ -127,6 +130,11 @@ class DecodeStep(Protocol):
     def not_supported_reasons(model: nn.Module) -> list[str]:
         """Why the step would compute something else than the model's forward; `children` are checked elsewhere."""
         return []
+
+    @classmethod
+    def head_dim_of(cls, model: nn.Module) -> int:
+        """The elements of a head's key in the cache."""
+        raise NotImplementedError
 
     @classmethod
     def low_bit_choice(cls, model: nn.Module, options: LowBitOptions) -> LowBitChoice:
@@ -169,6 +177,10 @@ class DecodeStep(Protocol):
             masked: whether `state.keep` excludes any token of the prompts.
         """
         ...
+
+    def takes_any_start(self, state: DecodeState) -> bool:
+        """Whether `prefill` of unmasked prompts can read its start from `state.start_slot`, see `start_varies`."""
+        return False
 
     def cross_cache_filled(self, state: DecodeState) -> None:
         """Updates what the step derives from `state.cross_cache`, after the model's own forward has filled that."""
