@@ -43,7 +43,7 @@ class CallRecord:
             Python, "eager" if their kernels were launched one by one, "" in stock transformers.
         note: what else happened, such as a capture that ran out of memory.
         cache: size of the static cache; "" in stock transformers.
-        unquantised_prompt: the model's own forward ran the prompt, though steps read quantised weights.
+        unquantised_prompt: the prompt ran with unquantised weights, though steps read quantised ones.
     """
 
     tier: Tier

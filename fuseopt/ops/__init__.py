@@ -1,8 +1,10 @@
 """The ops: functions on tensors, each with several backends. `fuseopt.ops.registry` lists them."""
 
+import sys
 import warnings
 from typing import Any
 
+from fuseopt import moved_modules
 from fuseopt.ops.add_layer_norm import add_layer_norm
 from fuseopt.ops.add_rms_norm import add_rms_norm
 from fuseopt.ops.cross_entropy import cross_entropy
@@ -17,6 +19,7 @@ from fuseopt.ops.decode.linear import decode_linear
 from fuseopt.ops.decode.linear_partials import decode_linear_of_sum, decode_linear_partials
 from fuseopt.ops.decode.low_bit_linear import decode_low_bit_linear, low_bit_linear
 from fuseopt.ops.decode.low_rank import decode_linear_low_rank
+from fuseopt.ops.decode.packed_linear import decode_packed_linear
 from fuseopt.ops.decode.prompt_attention import prompt_attention_
 from fuseopt.ops.decode.qkv_attention import decode_qkv_attention_
 from fuseopt.ops.decode.quantized_heads import dequantize_heads, quantize_heads
@@ -33,6 +36,7 @@ from fuseopt.ops.layer_norm_of_sum_bwd import layer_norm_of_sum_bwd
 from fuseopt.ops.linear_cross_entropy import linear_cross_entropy
 from fuseopt.ops.low_bit import LowBitWeight, dequantize, quantize
 from fuseopt.ops.no_repeat_ngram import encoder_no_repeat_ngram, no_repeat_ngram
+from fuseopt.ops.packed_weight import PackedWeight, pack_for_cuda, unpacked
 from fuseopt.ops.process_logits import process_logits
 from fuseopt.ops.relative_attention import relative_attention
 from fuseopt.ops.rms_norm import rms_norm
@@ -44,6 +48,7 @@ from fuseopt.ops.tuned_matmul import tuned_matmul
 __all__ = [
     "LogitsEdits",
     "LowBitWeight",
+    "PackedWeight",
     "SamplingFilters",
     "add_layer_norm",
     "add_rms_norm",
@@ -60,6 +65,7 @@ __all__ = [
     "decode_linear_of_sum",
     "decode_linear_partials",
     "decode_low_bit_linear",
+    "decode_packed_linear",
     "decode_qkv_attention_",
     "decode_rotary_store_",
     "decode_sample_",
@@ -80,6 +86,7 @@ __all__ = [
     "linear_cross_entropy",
     "low_bit_linear",
     "no_repeat_ngram",
+    "pack_for_cuda",
     "process_logits",
     "prompt_attention_",
     "quantize",
@@ -90,6 +97,7 @@ __all__ = [
     "short_attention",
     "softmax",
     "tuned_matmul",
+    "unpacked",
 ]
 
 
@@ -97,3 +105,6 @@ def decode_linear_addends(*arguments: Any, overlap: bool = False, ahead: Any = (
     """`decode_linear_partials`, under the names of earlier versions."""
     warnings.warn("decode_linear_addends is called decode_linear_partials", DeprecationWarning, stacklevel=2)
     return decode_linear_partials(*arguments, pdl=overlap, prefetch=ahead, **options)
+
+
+moved_modules.keep_functions(sys.modules[__name__])

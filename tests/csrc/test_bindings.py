@@ -12,6 +12,7 @@ TYPES = {
     "Tensor": "Tensor",
     "std::optional<Tensor>": "Optional[Tensor]",
     "std::vector<Tensor>": "List[Tensor]",
+    "std::vector<int64_t>": "List[int]",
     "int64_t": "int",
     "std::optional<int64_t>": "Optional[int]",
     "double": "float",

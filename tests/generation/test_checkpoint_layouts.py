@@ -361,10 +361,10 @@ def test_the_default_preset_leaves_the_results(layout: str) -> None:
     torch.testing.assert_close(fuseopt.initialize(model)(**inputs).logits, dense(**inputs).logits)
 
 
-def test_on_a_gpu_transformers_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_kernel_reads_such_weights_transformers_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, reason = LAYOUTS["GPTQ int4"](layouts.drawn(8, 32, 4, 1, True, torch.float16), None), "no kernels here"
     assert stored_tensors(layer.to("meta"))[1] == "is quantised (GPTQ int4): its tensors have no data"
-    monkeypatch.setattr("fuseopt.modules.quantised_weight.no_kernel_reason", lambda device: reason)
+    monkeypatch.setattr("fuseopt.generation.engine.low_bit.no_kernel_reason", lambda layer: reason)
     for layout in LAYOUTS:
         model, _ = checkpoint(llama(), layout)
         assert re.search(rf"is quantised \({layout[:5]}.*\): {reason}", first_reason(model))

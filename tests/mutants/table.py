@@ -460,8 +460,8 @@ TRAINING = (
     Mutant(
         "lazy logits are computed of a weight that has changed",
         "fuseopt/modules/lazy_logits.py",
-        "if self._has_changed():",
-        "if False:",
+        "if is_same:",
+        "if True:",
         ("tests/modules/test_lazy_logits.py::test_logits_not_looked_at_before_the_weight_changed_are_refused",),
     ),
     Mutant(
@@ -695,7 +695,7 @@ CHECKPOINTS = (
     ),
     _misread(
         "tensors that are written to",
-        "self._tensors += [tensor for layer in self._came for part in layer.checkpoint for tensor in part.tensors]",
+        "tensors += [tensor for layer in self._came for part in layer.checkpoint for tensor in part.tensors]",
         "pass",
         _LOW_BIT,
     ),

@@ -90,6 +90,7 @@ OF_THEIR_OWN_SIZES = (
     "decode_linear_of_sum",
     "decode_low_bit_linear",
     "decode_attention_of_8_bits",
+    "decode_packed_linear",
     "decode_softmax_linear",
     "edit_logits",
     "filter_scores",

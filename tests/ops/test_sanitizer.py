@@ -57,6 +57,10 @@ OWN_TESTS = {
         "decode/test_linear_decoders.py",
         "test_layers_of_decoders and bfloat16 and (-1-torch or -11-torch) and (odd or small or Qwen3)",
     ),
+    "decode_packed_linear": (
+        "decode/test_packed_linear.py",
+        "test_layers_of_models and bfloat16 and (8-0-2048 or 512-8 or 1600) or any_size and bfloat16",
+    ),
     "decode_head_select_": (
         "decode/test_head_select.py",
         "test_ties_in_vocabularies and rms_norm and bfloat16 and 512-8-",

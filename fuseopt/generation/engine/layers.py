@@ -24,6 +24,7 @@ from fuseopt.ops.decode.linear import ACTIVATIONS, FEW_ROWS, NORMS, is_fast
 from fuseopt.ops.decode.low_bit_linear import MAX_ROWS as MOST_LOW_BIT_ROWS
 from fuseopt.ops.decode.low_rank import updates
 from fuseopt.ops.low_bit import LowBitWeight, dequantize
+from fuseopt.ops.packed_weight import PackedWeight, unpacked
 from fuseopt.tuning import multiprocessors, tuned
 
 # A name in `ACTIVATIONS`, or a module that is called.
@@ -80,8 +81,9 @@ class Linear:
         prefetch: weights of a later launch, which the kernel reads into the L2 cache.
         low_rank: updates of the weights by LoRA adapters; None without any.
         sources: the modules that the weights belong to.
-        low_bit: what the layer multiplies with in place of `weights`, quantised from them or read from `checkpoint`;
-            empty without any.
+        low_bit: what the layer multiplies with in place of `weights`, quantised from them or read from `checkpoint`,
+            and packed on a GPU; empty without any.
+        has_unquantised: `weights` are there beside `low_bit`, for products of many rows; else they may be placeholders.
         checkpoint: the weights as a pre-quantised checkpoint stores them; `weights` are then placeholders with their
             shapes, dtype and device. Empty for other checkpoints.
     """
@@ -91,19 +93,27 @@ class Linear:
     prefetch: tuple[Tensor, ...] = ()
     low_rank: LowRank | None = None
     sources: tuple[nn.Module, ...] = ()
-    low_bit: tuple[LowBitWeight, ...] = ()
+    low_bit: tuple[LowBitWeight | PackedWeight, ...] = ()
+    has_unquantised: bool = False
     checkpoint: tuple[QuantisedWeight, ...] = ()
 
     @property
     def stored(self) -> tuple[Tensor, ...]:
         """The tensors that hold the weights that a step reads."""
-        return tuple(weight.values for weight in self.low_bit) if self.low_bit else self.weights
+        return tuple(weight.tensors[0] for weight in self.low_bit) if self.low_bit else self.weights
+
+    @property
+    def low_bit_kernel(self) -> tuple[str, int]:
+        """The op that multiplies with `low_bit`, and for how many rows at most."""
+        is_packed = isinstance(self.low_bit[0], PackedWeight)
+        return ("decode_packed_linear", FEW_ROWS) if is_packed else ("decode_low_bit_linear", MOST_LOW_BIT_ROWS)
 
     def multiplied(self) -> tuple[Tensor, ...]:
         """The weights to multiply with: `weights`, or new tensors of their dtype, dequantised."""
-        if not self.low_bit:
+        if not self.low_bit or self.has_unquantised:
             return self.weights
-        return tuple(dequantize(low, weight.dtype) for low, weight in zip(self.low_bit, self.weights, strict=True))
+        pairs = zip(self.low_bit, self.weights, strict=True)
+        return tuple(dequantize(unpacked(low), weight.dtype) for low, weight in pairs)
 
     def compute_in(self, dtype: torch.dtype) -> None:
         """Sets the dtype of a pre-quantised layer, whose module computes in the dtype of its input."""
@@ -125,16 +135,16 @@ def plan_l2_prefetch(layers: Sequence[Linear], head: Linear) -> None:
     head reads more than the L2 cache holds; at its end it prefetches the weights of the next step's first layer.
     """
     for layer, following, later in zip(layers, [*layers[1:], head], [*layers[2:], head, head], strict=True):
-        layer.prefetch = _stored_alike(later, layer)
+        layer.prefetch = _prefetchable(later, layer)
         if _skips_prefetch(layer):
             skip_both = _skips_prefetch(following) and not (layer.low_bit or following.low_bit)
             layer.prefetch = _first_part(following.weights[0]) if skip_both else ()
-    head.prefetch = _stored_alike(layers[0], head)
+    head.prefetch = _prefetchable(layers[0], head)
 
 
-def _stored_alike(layer: Linear, reader: Linear) -> tuple[Tensor, ...]:
-    """The tensors that a layer reads, if `reader`'s kernel can prefetch them: both quantised, or none."""
-    return layer.stored if bool(layer.low_bit) == bool(reader.low_bit) else ()
+def _prefetchable(layer: Linear, reader: Linear) -> tuple[Tensor, ...]:
+    """The tensors that a layer reads, if `reader` prefetches them: kernels gain nothing where weights are quantised."""
+    return () if layer.low_bit or reader.low_bit else layer.weights
 
 
 def _skips_prefetch(layer: Linear) -> bool:
@@ -283,8 +293,8 @@ def _by_kernel(input: Tensor, layer: Linear, **options: Any) -> Tensor:
     options |= {"pdl": True, "prefetch": layer.prefetch}
     added = layer.low_rank
     if layer.low_bit:
-        dtype = layer.weights[0].dtype
-        return ops.decode_low_bit_linear(input.to(dtype), layer.low_bit, layer.biases or None, **options)
+        op = getattr(ops, layer.low_bit_kernel[0])
+        return op(input.to(layer.weights[0].dtype), layer.low_bit, layer.biases or None, **options)
     if added is None:
         return ops.decode_linear(input, layer.weights, layer.biases or None, **options)
     return ops.decode_linear_low_rank(
@@ -296,8 +306,9 @@ def _normalises_before(input: Tensor, layer: Linear, norm: Norm) -> bool:
     """Whether the norm is an op of its own although the layer's kernel could compute it."""
     if norm.op_kind not in NORMS:
         return True
-    if layer.low_bit and input.dtype is not layer.weights[0].dtype:
-        return True  # the op rounds to its input's dtype
+    dtype = layer.weights[0].dtype
+    if layer.low_bit and (input.dtype is not dtype or norm.weight.dtype is not dtype):
+        return True  # the op rounds to its input's dtype, and its CUDA kernels take parameters of that dtype only
     if input.is_cpu:
         # For the reason that `normalised` gives.
         return norm.kind == "layer_norm"
@@ -315,7 +326,8 @@ def takes_kernel(
 ) -> bool:
     """Whether `linear` runs on a kernel of `ops.decode`; it never does if the activation is a module."""
     if layer.low_bit:
-        return len(input) <= MOST_LOW_BIT_ROWS and has_kernel("decode_low_bit_linear", layer.weights[0])
+        low_bit_op, most_rows = layer.low_bit_kernel
+        return len(input) <= most_rows and has_kernel(low_bit_op, layer.weights[0])
     op = "decode_linear" if layer.low_rank is None else "decode_linear_low_rank"
     return has_kernel(op, layer.weights[0]) and is_fast(input, layer.weights, residual, norm, gated)
 

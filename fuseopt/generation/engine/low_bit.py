@@ -12,10 +12,15 @@ from tqdm import tqdm
 
 from fuseopt.config import LowBitOptions
 from fuseopt.generation.engine.layers import Linear
-from fuseopt.modules.quantised import described
-from fuseopt.ops.low_bit import LowBitWeight, dequantize, no_kernel_reason, not_quantised_reason, quantize
+from fuseopt.modules.quantised import UnreadableWeight, described
+from fuseopt.ops import registry
+from fuseopt.ops.low_bit import LowBitWeight, dequantize, not_quantised_reason, quantize
+from fuseopt.ops.packed_weight import PackedWeight, not_packed_reason, pack_for_cuda, unpacked
 from fuseopt.runtime.announcements import announce, is_bar_disabled
-from fuseopt.runtime.written_values import sample
+from fuseopt.runtime.written_values import Samples, sample
+
+Stored = LowBitWeight | PackedWeight
+"""A quantised weight as the kernels of its device read it."""
 
 
 class LowBitChoice(NamedTuple):
@@ -72,7 +77,7 @@ def _reason(layer: Linear, paths: Sequence[str], options: LowBitOptions) -> str 
         return "it has LoRA adapters"
     if layer.checkpoint:
         return f"it is pre-quantised ({layer.checkpoint[0].layout})"
-    no_kernel = no_kernel_reason(layer.weights[0].device)
+    no_kernel = no_kernel_reason(layer)
     if no_kernel is not None:
         return no_kernel
     excluded = options.paths.left_out_reason(paths)
@@ -82,13 +87,35 @@ def _reason(layer: Linear, paths: Sequence[str], options: LowBitOptions) -> str 
     return next(filter(None, found), None)
 
 
+def no_kernel_reason(layer: Linear) -> str | None:
+    """Why no kernel on the device of a layer's weights reads them quantised; None if one does."""
+    device, dtype = layer.weights[0].device, layer.weights[0].dtype
+    if not packs_on(device):
+        return None
+    choice = registry.get("decode_packed_linear").choose("auto", device, (dtype,), may_build=True)
+    reason = "; ".join(choice.refused["cuda"]) if choice.backend == "reference" else ""
+    return f"the CUDA kernel {reason}" if reason else not_packed_reason(layer.weights[0].shape[1])
+
+
+def check_is_read(layer: Linear) -> None:
+    """Raises UnreadableWeight for a pre-quantised layer that no kernel reads."""
+    reason = no_kernel_reason(layer)
+    if reason is not None:
+        raise UnreadableWeight(f"is quantised ({layer.checkpoint[0].layout}): {reason}", layer.sources[0])
+
+
+def packs_on(device: torch.device) -> bool:
+    """Whether the kernels of a device read packed weights."""
+    return device.type == "cuda"
+
+
 class QuantisedModule(NamedTuple):
     """A linear layer of the model that is quantised.
 
     Attributes:
         path: of the module.
         weights: parts of the module's weight along its outputs, [N, K] each.
-        low_bit: the quantised weight of each part.
+        low_bit: the quantised weight of each part, not packed.
         is_transposed: the module's weight is [K, N], as Conv1D has it.
     """
 
@@ -117,11 +144,12 @@ class LowBitWeights:
 
     def __init__(self, options: LowBitOptions | None) -> None:
         self.options = options
-        self._made: dict[Hashable, LowBitWeight] = {}
-        self._read: dict[Hashable, LowBitWeight] = {}
+        self._made: dict[Hashable, Stored] = {}
+        self._read: dict[Hashable, tuple[Stored, ...]] = {}
         self._choice = LowBitChoice((), (), {})
         self._came: list[Linear] = []
-        self._tensors: list[Tensor] = []
+        self._on_cpu: list[Tensor] = []
+        self._samples = Samples(())
         self.unquantised_bytes = 0
 
     def put_into(self, choice: LowBitChoice | None, linears: Iterable[Linear]) -> None:
@@ -130,21 +158,26 @@ class LowBitWeights:
         self._came = [layer for layer in linears if layer.checkpoint]
         self._read = self._read_all()
         self._made = self._quantise_all()
-        self._tensors = [weight for layer in self._choice.layers for weight in layer.weights]
-        self._tensors += [tensor for layer in self._came for part in layer.checkpoint for tensor in part.tensors]
+        tensors = [weight for layer in self._choice.layers for weight in layer.weights]
+        tensors += [tensor for layer in self._came for part in layer.checkpoint for tensor in part.tensors]
+        self._on_cpu = [tensor for tensor in tensors if tensor.is_cpu]
+        self._samples = Samples([tensor for tensor in tensors if not tensor.is_cpu])
 
-    def _read_all(self) -> dict[Hashable, LowBitWeight]:
-        read: dict[Hashable, LowBitWeight] = {}
+    def _read_all(self) -> dict[Hashable, tuple[Stored, ...]]:
+        read: dict[Hashable, tuple[Stored, ...]] = {}
         for layer in self._came:
-            keys = [(*map(_key, part.tensors), part.begin) for part in layer.checkpoint]
-            for key, part in zip(keys, layer.checkpoint, strict=True):
-                read[key] = self._read.get(key) or part.read()
-            layer.low_bit = _alike([read[key] for key in keys])
+            check_is_read(layer)
+            key = tuple((*map(_key, part.tensors), part.begin) for part in layer.checkpoint)
+            if key not in read:
+                read[key] = self._read.get(key) or tuple(
+                    _stored(low, layer.weights[0]) for low in _alike([part.read() for part in layer.checkpoint])
+                )
+            layer.low_bit = read[key]
         return read
 
-    def _quantise_all(self) -> dict[Hashable, LowBitWeight]:
+    def _quantise_all(self) -> dict[Hashable, Stored]:
         options, choice = self.options, self._choice
-        made: dict[Hashable, LowBitWeight] = {}
+        made: dict[Hashable, Stored] = {}
         begin, before, unquantised = time.perf_counter(), self._made, {}
         weights = [(layer, weight) for layer in choice.layers for weight in layer.weights]
         bar = tqdm(weights, "fuseopt quantises", unit="weight", leave=False, delay=1, disable=is_bar_disabled())
@@ -152,10 +185,12 @@ class LowBitWeights:
             assert options is not None
             key, unquantised[weight.data_ptr()] = _key(weight), weight.nbytes
             if key not in made:
-                low = before.get(key)
-                made[key] = quantize(weight, options.bits, options.group, options.symmetric) if low is None else low
+                made[key] = before.get(key) or _stored(
+                    quantize(weight, options.bits, options.group, options.symmetric), weight
+                )
         for layer in choice.layers:
             layer.low_bit = tuple(made[_key(weight)] for weight in layer.weights)
+            layer.has_unquantised = packs_on(layer.weights[0].device)
         count = len(made.keys() - before.keys())
         self.unquantised_bytes = sum(unquantised.values())
         if count:
@@ -163,8 +198,18 @@ class LowBitWeights:
         return made
 
     def versions(self) -> tuple[Hashable, ...]:
-        """Versions and samples of the tensors that low-bit weights were made from: what a write changes."""
-        return tuple(map(_content, self._tensors))
+        """Versions and samples of the tensors that low-bit weights were made from: what a write changes.
+
+        Waits for the device.
+        """
+        # On a GPU one copy brings the samples of all.
+        on_gpu = map(_version, self._samples.tensors)
+        return (*map(_content, self._on_cpu), *on_gpu, self._samples.read())
+
+    @property
+    def most_rows(self) -> int | None:
+        """Products of more rows read the unquantised weights; None if none do."""
+        return min((layer.low_bit_kernel[1] for layer in self._choice.layers if layer.has_unquantised), default=None)
 
     def modules(self) -> Iterator[QuantisedModule]:
         """The linear layers of the model that are quantised, without pre-quantised ones."""
@@ -175,7 +220,8 @@ class LowBitWeights:
                 parts = slice(index * share, (index + 1) * share)
                 weights = layer.weights[parts]
                 is_transposed = weights[0].stride() != source.weight.stride()
-                yield QuantisedModule(next(names), weights, layer.low_bit[parts], is_transposed)
+                low_bit = tuple(map(unpacked, layer.low_bit[parts]))
+                yield QuantisedModule(next(names), weights, low_bit, is_transposed)
 
     @property
     def quantised_bytes(self) -> int:
@@ -190,7 +236,8 @@ class LowBitWeights:
         if self._came:
             parts = [part for layer in self._came for part in layer.checkpoint]
             stored = {tensor.data_ptr(): tensor.nbytes for part in parts for tensor in part.tensors}
-            copies = {tensor.data_ptr(): tensor.nbytes for low in self._read.values() for tensor in low.tensors}
+            read = (low for those in self._read.values() for low in those)
+            copies = {tensor.data_ptr(): tensor.nbytes for low in read for tensor in low.tensors}
             size = sum(copies[place] for place in copies.keys() - stored.keys()) / 2**20
             yield (
                 f"{described(parts)}: {size:.1f} MiB of copies beside "
@@ -214,11 +261,20 @@ def _alike(weights: Sequence[LowBitWeight]) -> tuple[LowBitWeight, ...]:
     )
 
 
+def _stored(low: LowBitWeight, weight: Tensor) -> Stored:
+    """The quantised weight as kernels on the device of `weight`, for inputs of its dtype, read it."""
+    return pack_for_cuda(low, weight.dtype) if packs_on(weight.device) else low
+
+
 def _key(weight: Tensor) -> Hashable:
     return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device, _content(weight)
 
 
 def _content(weight: Tensor) -> tuple[int | None, bytes]:
-    """Version of a weight on a CPU, None in inference mode, and its sampled values: what a write changes."""
-    version = None if weight.is_inference() else weight._version
-    return version, sample(weight).numpy().tobytes()
+    """Version of a weight, and its sampled values: what a write changes."""
+    return _version(weight), sample(weight).cpu().numpy().tobytes()
+
+
+def _version(weight: Tensor) -> int | None:
+    """None in inference mode, where tensors have no version."""
+    return None if weight.is_inference() else weight._version

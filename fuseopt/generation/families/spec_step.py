@@ -23,9 +23,9 @@ from fuseopt.generation.engine.layers import (
     normalised,
     plan_l2_prefetch,
 )
-from fuseopt.generation.engine.low_bit import LowBitChoice, LowBitWeights, low_bit_choice
+from fuseopt.generation.engine.low_bit import LowBitChoice, LowBitWeights, check_is_read, low_bit_choice
 from fuseopt.generation.engine.low_rank import LowRankUpdates
-from fuseopt.generation.engine.prompt_attention import PromptAttention
+from fuseopt.generation.engine.prompt_attention import PromptAttention, reads_start_on_device
 from fuseopt.generation.engine.quantised_cache import LayerCache, fill, filled
 from fuseopt.generation.engine.residual_stream import HeadInput, ResidualStream
 from fuseopt.generation.engine.state import AbsorbedCrossAttention, CacheShape, DecodeState, Sizes
@@ -131,13 +131,18 @@ class SpecStep(DecodeStep):
 
     @classmethod
     def quantised_layers(cls, model: nn.Module) -> Sequence[Linear]:
-        return [layer for layer in cls.spec_of(model).linears if layer.checkpoint]
+        spec = cls.spec_of(model)
+        layers = [layer for layer in spec.linears if layer.checkpoint]
+        for layer in layers:
+            layer.compute_in(spec.token_embedding.dtype)
+            check_is_read(layer)
+        return layers
 
     def quantise(self, model: nn.Module, weights: LowBitWeights) -> None:
         options = weights.options
         choice = None if options is None else _low_bit_choice(model, self.spec, options)
         weights.put_into(choice, self.spec.linears)
-        self.is_quantised = bool(weights.made_as)
+        self.is_quantised, self.most_quantised_rows = bool(weights.made_as), weights.most_rows
         self._plan_l2_prefetch(self.layers)
 
     def new_state(self, sizes: Sizes) -> DecodeState:
@@ -183,6 +188,9 @@ class SpecStep(DecodeStep):
         else:
             self._prefill_prompt(state, length, masked)
 
+    def takes_any_start(self, state: DecodeState) -> bool:
+        return reads_start_on_device(state, [layer.self_attention for layer in self.layers])
+
     def cross_cache_filled(self, state: DecodeState) -> None:
         """Computes `state.absorbed`, if there is one, from the cached keys and values of the only item."""
         if state.absorbed is None:
@@ -213,14 +221,14 @@ class SpecStep(DecodeStep):
         state.counters += 1
 
     def _prefill_prompt(self, state: DecodeState, length: int, masked: bool) -> None:
-        rows, run = state.sizes.rows, slice(state.start, state.start + length)
+        rows, run = state.sizes.rows, state.prefilled_slots(length)
         in_prompt = state.in_prompt(length)
-        tokens, positions = (ids[:, run].contiguous() for ids in (state.ids, state.prompt_positions))
+        tokens, positions = (ids.index_select(1, run) for ids in (state.ids, state.prompt_positions))
         if in_prompt is not None:
             tokens, positions = tokens * in_prompt, positions * in_prompt
         attentions = [layer.self_attention for layer in self.layers]
         slots = PromptAttention(state, length, masked, attentions, self._tables(state), positions)
-        last = torch.arange(0, rows * length, length, device=state.device) + (state.slot - 1 - state.start)
+        last = torch.arange(0, rows * length, length, device=state.device) + (state.slot - 1 - run[0])
         stream = self._stream(tokens.flatten(), positions.flatten())
         following = [*self._following()[:-1], None]
         for layer, cache, after in zip(self.layers, state.layer_caches, following, strict=True):

@@ -82,6 +82,7 @@ class DecodeStep(Protocol):
         takes_prefix: `prefill` of a decoder-only model runs prompts from slot `state.start` on; a PrefixCache may fill
             the slots before it.
         is_quantised: `quantise` has found weights to quantise.
+        most_quantised_rows: with `is_quantised`, products of more rows read the unquantised weights; None if none do.
         token_embedding: [vocab, width], whose dtype and device tell whether the engine's kernels apply.
         shape: of the key-value cache, from which the engine makes a `DecodeState`.
         vocab: width of the logits.
@@ -102,6 +103,7 @@ class DecodeStep(Protocol):
 
     lora_layers: Sequence[nn.Module] = ()
     is_quantised: bool = False
+    most_quantised_rows: int | None = None
     token_embedding: Tensor
     shape: CacheShape
     vocab: int
@@ -175,6 +177,10 @@ class DecodeStep(Protocol):
             masked: whether `state.keep` excludes any token of the prompts.
         """
         ...
+
+    def takes_any_start(self, state: DecodeState) -> bool:
+        """Whether `prefill` of unmasked prompts can read its start from `state.start_slot`, see `start_varies`."""
+        return False
 
     def cross_cache_filled(self, state: DecodeState) -> None:
         """Updates what the step derives from `state.cross_cache`, after the model's own forward has filled that."""

@@ -13,13 +13,13 @@ from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer, En
 from fuseopt.generation.engine.beam_state import along_ancestry
 from fuseopt.generation.engine.graphs import StepGraphs
 from fuseopt.generation.engine.quantised_cache import LayerCache, fill, filled
-from fuseopt.generation.engine.state import DecodeState
+from fuseopt.generation.engine.state import DecodeState, prompt_length_for
 from fuseopt.generation.families.step_interface import DecodeStep
 from fuseopt.generation.hf.saved_cache import SavedCache
 from fuseopt.generation.prompt.early_work import EarlyPrompt
 from fuseopt.generation.prompt.prompts import joined_notes, run_encoded, run_tokens
 
-UNQUANTISED_PROMPT = "the model's own forward ran the prompt, with unquantised weights"
+UNQUANTISED_PROMPT = "the prompt ran with unquantised weights"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Prefilled:
         pending: the first logits do not exist yet; a step on the prompt's only token has to compute them.
         has_ids: `state.ids` contains the prompt.
         was_early: the early prefill did all of this.
-        is_unquantised: the model's own forward ran the prompt of a step with quantised weights.
+        is_unquantised: the step's weights are quantised, and those that the prompt was multiplied with were not.
         note: for the report: why the prompt was not captured in a CUDA graph, `UNQUANTISED_PROMPT` if the prompt was
             run so, and what the prefix cache did.
     """
@@ -65,6 +65,32 @@ def prefill(
         config, model_kwargs: as transformers prepared them; the model's forward updates `model_kwargs`.
         early: the prompt, if it was queued early.
     """
+    prefilled = _prefill(step, model, graphs, state, input_ids, config, model_kwargs, early)
+    is_unquantised = prefilled.is_unquantised or _reads_unquantised(step, graphs, input_ids)
+    note = joined_notes(UNQUANTISED_PROMPT if is_unquantised else "", prefilled.note)
+    return replace(prefilled, is_unquantised=is_unquantised, note=note)
+
+
+def _reads_unquantised(step: DecodeStep, graphs: StepGraphs, input_ids: Tensor) -> bool:
+    """Whether products of prompts of this size, padded if they are captured, read the unquantised weights."""
+    most, (rows, length) = step.most_quantised_rows, input_ids.shape
+    if not step.is_quantised or most is None or length == 1:
+        return False
+    padded = prompt_length_for(rows, length, input_ids.device) if graphs.max_graphs else None
+    return rows * (padded or length) > most
+
+
+def _prefill(
+    step: DecodeStep,
+    model: nn.Module,
+    graphs: StepGraphs,
+    state: DecodeState,
+    input_ids: Tensor,
+    config: Any,
+    model_kwargs: dict[str, Any],
+    early: EarlyPrompt | None,
+) -> Prefilled:
+    """`prefill` without what is said of unquantised weights that the step itself has read."""
     length = input_ids.shape[1]
     encodes = model.config.is_encoder_decoder
     keep = None if encodes else model_kwargs.get("attention_mask")
@@ -73,13 +99,11 @@ def prefill(
         keep = None
     if not is_token_prompt(step, model, input_ids, config, model_kwargs) or (keep is not None and length == 1):
         step.begin()
-        notes = [UNQUANTISED_PROMPT] if step.is_quantised else []
-        if graphs.prefixes is not None and not encodes:
-            notes.append("the prefix cache was not used: the model's own forward ran the prompt")
+        no_prefix = "the prefix cache was not used: the model's own forward ran the prompt"
         prefilled = _by_the_model(model, state, input_ids, config, model_kwargs)
-        prefilled = replace(prefilled, is_unquantised=step.is_quantised, note=joined_notes(*notes))
+        note = no_prefix if graphs.prefixes is not None and not encodes else ""
         step.cross_cache_filled(state)
-        return prefilled
+        return replace(prefilled, is_unquantised=step.is_quantised, note=note)
     if encodes:
         encoded, mask = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask")
         has_run = early is not None and early.state is state and early.inputs is encoded

@@ -15,6 +15,7 @@ from fuseopt.errors import BackendError
 from fuseopt.ops import registry
 from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
 from fuseopt.ops.low_bit import LowBitWeight
+from fuseopt.ops.packed_weight import PackedWeight
 from fuseopt.tuning import table_of
 
 FEW_ROWS = 16
@@ -51,7 +52,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def out_columns(weights: Sequence[Tensor | LowBitWeight], gated: bool) -> int:
+def out_columns(weights: Sequence[Tensor | LowBitWeight | PackedWeight], gated: bool) -> int:
     outputs = [weight.shape[0] for weight in weights]
     return outputs[0] if gated else sum(outputs)
 
@@ -148,7 +149,7 @@ def as_list(tensors: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
 
 def check_layer(
     input: Tensor,
-    weights: Sequence[Tensor | LowBitWeight],
+    weights: Sequence[Tensor | LowBitWeight | PackedWeight],
     biases: Sequence[Tensor],
     residual: Tensor | None,
     norm: str | None,

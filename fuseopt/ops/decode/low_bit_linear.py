@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +10,11 @@ from torch import Tensor
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
 from fuseopt.ops.decode.linear import as_list, check_layer, out_columns, reference_layer
+from fuseopt.ops.decode.low_bit_samples import low_bit_samples, sample_weight
+from fuseopt.ops.decode.packed_linear import decode_packed_linear
 from fuseopt.ops.library import check_shape, define, without_autocast
-from fuseopt.ops.low_bit import GROUPS, LowBitWeight, dequantize, quantize
-
-MAX_ROWS = 64
-"""The kernels take no more rows; above, a dequantised copy of the weight and the BLAS library are as fast."""
+from fuseopt.ops.low_bit import GROUPS, MAX_ROWS, LowBitWeight, dequantize
+from fuseopt.ops.packed_weight import PackedWeight, unpacked
 
 _CPU = registry.NativeBackend("cpu", dtypes=(torch.float32, torch.bfloat16, torch.float16))
 
@@ -138,19 +137,22 @@ def decode_low_bit_linear(
     return RAW[chosen](input, *layer, pdl, list(prefetch))
 
 
-def low_bit_linear(input: Tensor, weight: LowBitWeight, bias: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+def low_bit_linear(
+    input: Tensor, weight: LowBitWeight | PackedWeight, bias: Tensor | None = None, *, backend: str = "auto"
+) -> Tensor:
     """`F.linear(input, weight, bias)` with a weight in 8 or 4 bits.
 
-    Up to `MAX_ROWS` rows run on the kernels of `decode_low_bit_linear`. For more rows the weight is dequantised to
-    `input`'s dtype, and the BLAS library multiplies.
+    Up to `MAX_ROWS` rows run on the kernels of `decode_low_bit_linear`, or of `decode_packed_linear` with a packed
+    weight. For more rows the weight is dequantised to `input`'s dtype, and the BLAS library multiplies.
 
     Differentiable in `input` and `bias`.
 
     Args:
         input: [..., K], float32, float16, bfloat16 or float64, on the weight's device.
-        weight: [N, K], of `fuseopt.ops.quantize`.
+        weight: [N, K], of `fuseopt.ops.quantize`; on a GPU of `fuseopt.ops.pack_for_cuda`, since only packed weights
+            have CUDA kernels.
         bias: [N], or None.
-        backend: "auto", "cpu" or "reference".
+        backend: "auto", "cpu", or "cuda" for a packed weight, or "reference".
 
     Returns:
         [..., N] of `input`'s dtype.
@@ -159,7 +161,10 @@ def low_bit_linear(input: Tensor, weight: LowBitWeight, bias: Tensor | None = No
         ValueError, TypeError, BackendError: as `decode_low_bit_linear` raises them.
     """
     if input.shape[:-1].numel() <= MAX_ROWS or backend != "auto":
+        if isinstance(weight, PackedWeight):
+            return decode_packed_linear(input, weight, bias, backend=backend)
         return decode_low_bit_linear(input, weight, bias, backend=backend)
+    weight = unpacked(weight)
     _check(input, [weight])
     check_layer(input, [weight], as_list(bias), None, None, None, None, None, False)
     with without_autocast(input):
@@ -170,43 +175,12 @@ decode_low_bit_linear_reference = functools.partial(decode_low_bit_linear, backe
 low_bit_linear_reference = functools.partial(low_bit_linear, backend="reference")
 
 
-def _sample_weight(
-    device: torch.device, dtype: torch.dtype, outputs: int, inputs: int, bits: int, symmetric: bool = True
-) -> LowBitWeight:
-    # float64 is not quantised; its inputs meet a weight of float32.
-    dtype = torch.float32 if dtype is torch.float64 else dtype
-    return quantize(torch.randn(outputs, inputs, device=device, dtype=dtype), bits, 32, symmetric)
-
-
-def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
-    def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
-    def weights(*outputs: int, inputs: int = 64, bits: int = 4, symmetric: bool = True) -> list[LowBitWeight]:
-        return [_sample_weight(device, dtype, n, inputs, bits, symmetric) for n in outputs]
-
-    layer_norm = {"norm": "layer_norm", "norm_weight": make(64), "norm_bias": make(64)}
-    rms_norm = {"norm": "rms_norm", "norm_weight": make(64), "eps": 1e-6}
-    gemma = {"norm": "gemma_rms_norm", "norm_weight": make(64), "eps": 1e-6}
-    wide = torch.promote_types(dtype, torch.float32)
-    for bits, symmetric in ((8, True), (4, True), (4, False)):
-        kind: dict[str, Any] = {"bits": bits, "symmetric": symmetric}
-        biases = [make(n) for n in (32, 8, 7)]
-        yield registry.SampleInput((make(3, 64), weights(40, **kind), make(40)), {**layer_norm, "activation": "gelu"})
-        yield registry.SampleInput((make(2, 2, 64), weights(32, 8, 7, **kind), biases), rms_norm)
-        gated = {**gemma, "activation": "gelu_tanh", "gated": True}
-        yield registry.SampleInput((make(9, 64), weights(24, 24, **kind)), gated)
-        yield registry.SampleInput((make(1, 96), weights(7, inputs=96, **kind)), {"residual": make(1, 7, dtype=wide)})
-    yield registry.SampleInput((make(5, 33), weights(7, inputs=33, bits=8), make(7)), {"activation": "silu"})
-    yield registry.SampleInput((make(0, 64), weights(4)))
-
-
 def plain_samples(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
     for rows, bits, symmetric in ((1, 8, True), (3, 4, True), (MAX_ROWS, 4, False)):
         input = torch.randn(rows, 64, device=device, dtype=dtype)
         bias = torch.randn(40, device=device, dtype=dtype)
-        yield registry.SampleInput((input, _sample_weight(device, dtype, 40, 64, bits, symmetric), bias))
-    yield registry.SampleInput((input[:0], _sample_weight(device, dtype, 40, 64, 8)))
+        yield registry.SampleInput((input, sample_weight(device, dtype, 40, 64, bits, symmetric), bias))
+    yield registry.SampleInput((input[:0], sample_weight(device, dtype, 40, 64, 8)))
 
 
 registry.register(
@@ -214,7 +188,7 @@ registry.register(
         name="decode_low_bit_linear",
         function=decode_low_bit_linear,
         reference=decode_low_bit_linear_reference,
-        sample_inputs=sample_inputs,
+        sample_inputs=low_bit_samples,
         backends=(_CPU, registry.REFERENCE),
     )
 )

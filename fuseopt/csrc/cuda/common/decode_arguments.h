@@ -57,6 +57,15 @@ struct DecodeLinear {
   uint64_t* exchange;
 };
 
+// A DecodeLinear whose weights are packed integers (cuda/decode/linear/low_bit/packed_weight.cuh). Its `weight_dtype` is the
+// input's, its `weight_stride` is `in_features`.
+struct PackedLinear {
+  DecodeLinear layer;
+  int bits;       // 8 or 4
+  int64_t group;  // with 4 bits 32, 64 or 128
+  bool has_zeros;
+};
+
 inline int64_t output_columns(const DecodeLinear& layer) {
   int64_t columns = 0;
   for (const int64_t width : layer.widths) columns += width;
@@ -164,7 +173,7 @@ struct PromptAttention {
   float score_scale;  // `scale` for scores in powers of two; set by the launcher
 };
 
-// Rotates a prompt's queries and keys, and writes its keys and values to the first slots of a cache.
+// Rotates a prompt's queries and keys, and writes its keys and values to slots of a cache.
 struct RotaryStore {
   struct Heads {
     void* data;  // [rows, tokens, heads, head_dim], head_dim contiguous
@@ -176,6 +185,7 @@ struct RotaryStore {
   Heads qkv;  // heads of queries, then of keys, then of values
   Heads key_cache, value_cache;
   Heads query;  // the rotated queries
+  const int64_t* slot;  // the first slot written; null for 0
   int64_t rows;
   int64_t length;
   int64_t heads;

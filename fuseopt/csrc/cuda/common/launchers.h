@@ -60,6 +60,12 @@ bool fuseopt_accepts_partials(DecodeLinear layer);
 
 cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t stream);
 
+// Bytes of a line of a packed weight.
+int64_t fuseopt_packed_line_bytes(PackedLinear packed);
+
+// From sm_80 on, and with `in_features` a multiple of 8; else cudaErrorNotSupported.
+cudaError_t fuseopt_decode_packed_linear(PackedLinear packed, cudaStream_t stream);
+
 // Whether one launch computes a layer with `low_rank_a`.
 bool fuseopt_takes_low_rank(DecodeLinear layer);
 

@@ -20,6 +20,16 @@ class PdlGuard {
     return tensor.has_value() ? std::optional(contiguous(*tensor)) : std::nullopt;
   }
 
+  // The tensor, or a copy, contiguous from a multiple of 16 bytes on.
+  Tensor aligned(const Tensor& tensor) {
+    if (tensor.is_contiguous() && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0) return tensor;
+    allowed_ = false;
+    return copies_.emplace_back(torch::stable::clone(torch::stable::contiguous(tensor)));
+  }
+  std::optional<Tensor> aligned(const std::optional<Tensor>& tensor) {
+    return tensor.has_value() ? std::optional(aligned(*tensor)) : std::nullopt;
+  }
+
   // The same if the last dimension's stride is not 1.
   Tensor with_unit_stride(const Tensor& tensor) {
     const int64_t last = tensor.dim() - 1;

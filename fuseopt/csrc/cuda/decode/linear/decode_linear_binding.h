@@ -35,6 +35,7 @@ constexpr int64_t kPrefetchBytes = 16;
 
 inline int64_t element_size(ScalarType type) {
   if (type == ScalarType::Double) return 8;
+  if (type == ScalarType::Byte) return 1;
   return type == ScalarType::Float ? 4 : 2;
 }
 
@@ -45,18 +46,37 @@ inline bool is_dense(const Tensor& matrix) {
   return fills && reinterpret_cast<uintptr_t>(matrix.data_ptr()) % kPrefetchBytes == 0;
 }
 
+// A layer's weights, and what kernels know of all of them.
+struct StoredWeights {
+  std::vector<Tensor> tensors;
+  std::vector<int64_t> widths;  // outputs of each
+  ScalarType dtype;             // of the values that are multiplied
+  int64_t columns;              // K
+  int64_t stride;
+  bool are_transposed = false;
+};
+
+inline void check_weight_count(const char* op, size_t count) {
+  FUSEOPT_CHECK(count > 0 && count <= DecodeLinear::kMaxWeights, "fuseopt::", op, ": one to three weights, not ", count);
+}
+
 // The weights as they are, where one layout and stride serves them all; else copies.
-inline std::vector<Tensor> readable(const char* op, const std::vector<Tensor>& weights, PdlGuard& guard) {
+inline StoredWeights readable(const char* op, const std::vector<Tensor>& weights, PdlGuard& guard) {
+  check_weight_count(op, weights.size());
   bool alike = layout_of(weights[0]).has_value();
   for (const Tensor& weight : weights) {
     FUSEOPT_CHECK(weight.dim() == 2 && weight.size(1) == weights[0].size(1) && dtype_of(weight) == dtype_of(weights[0]),
                   "fuseopt::", op, ": weights must be [N, K] of one K and one dtype");
     alike = alike && layout_of(weight) == layout_of(weights[0]) && stride_of(weight) == stride_of(weights[0]);
   }
-  if (alike) return weights;
-  std::vector<Tensor> copies;
-  for (const Tensor& weight : weights) copies.push_back(guard.copy_of(weight));
-  return copies;
+  StoredWeights read{{}, {}, dtype_of(weights[0]), weights[0].size(1), 0};
+  for (const Tensor& weight : weights) {
+    read.tensors.push_back(alike ? weight : guard.copy_of(weight));
+    read.widths.push_back(weight.size(0));
+  }
+  read.stride = stride_of(read.tensors[0]);
+  read.are_transposed = layout_of(read.tensors[0]) == Layout::kColMajorKN;
+  return read;
 }
 
 // What torch.promote_types gives for two floating point types.
@@ -83,37 +103,34 @@ struct LinearCall {
   Tensor output;
 };
 
-inline LinearCall linear_call(const char* op, PdlGuard& guard, const Tensor& input, const std::vector<Tensor>& weights,
+inline LinearCall linear_call(const char* op, PdlGuard& guard, const Tensor& input, const StoredWeights& weights,
                               const std::vector<Tensor>& biases, const std::optional<Tensor>& residual,
                               const NormArguments& norm, const std::vector<Tensor>& prefetch,
-                              const std::string& activation = "", bool gated = false) {
-  FUSEOPT_CHECK(!weights.empty() && weights.size() <= DecodeLinear::kMaxWeights, "fuseopt::", op,
-                ": one to three weights, not ", weights.size());
-  FUSEOPT_CHECK(biases.empty() || biases.size() == weights.size(), "fuseopt::", op, ": ", biases.size(),
-                " biases for ", weights.size(), " weights");
-  FUSEOPT_CHECK(!gated || (weights.size() == 2 && weights[0].size(0) == weights[1].size(0)), "fuseopt::", op,
+                              const std::string& activation, bool gated) {
+  const size_t count = weights.tensors.size();
+  FUSEOPT_CHECK(biases.empty() || biases.size() == count, "fuseopt::", op, ": ", biases.size(), " biases for ", count,
+                " weights");
+  FUSEOPT_CHECK(!gated || (count == 2 && weights.widths[0] == weights.widths[1]), "fuseopt::", op,
                 ": gated takes two weights of one shape");
   const Matrix shape = matrix_of(op, input);
-  const std::vector<Tensor> read = readable(op, weights, guard);
-  FUSEOPT_CHECK(read[0].size(1) == shape.columns, "fuseopt::", op, ": weight has ", read[0].size(1),
+  FUSEOPT_CHECK(weights.columns == shape.columns, "fuseopt::", op, ": weight has ", weights.columns,
                 " columns, the input ", shape.columns);
   const Tensor x = guard.contiguous(input);
   const auto norm_scale = parameter(op, "norm_weight", guard.contiguous(norm.weight), input);
   const auto norm_shift = parameter(op, "norm_bias", guard.contiguous(norm.bias), input);
-  const ScalarType weight_type = dtype_of(read[0]);
   const auto added = guard.contiguous(residual);
 
   DecodeLinear layer = {};
   layer.input = pointer(op, x);
   layer.rows = shape.rows;
   layer.in_features = shape.columns;
-  layer.weight_count = static_cast<int>(read.size());
-  layer.weight_dtype = dtype_code(op, weight_type);
-  layer.weight_stride = stride_of(read[0]);
-  layer.weights_are_transposed = layout_of(read[0]) == Layout::kColMajorKN;
-  for (size_t i = 0; i < read.size(); ++i) {
-    layer.weights[i] = read[i].data_ptr();
-    layer.widths[i] = read[i].size(0);
+  layer.weight_count = static_cast<int>(count);
+  layer.weight_dtype = dtype_code(op, weights.dtype);
+  layer.weight_stride = weights.stride;
+  layer.weights_are_transposed = weights.are_transposed;
+  for (size_t i = 0; i < count; ++i) {
+    layer.weights[i] = weights.tensors[i].data_ptr();
+    layer.widths[i] = weights.widths[i];
     layer.out_features = std::max(layer.out_features, layer.widths[i]);
     if (biases.empty()) continue;
     FUSEOPT_CHECK(biases[i].numel() == layer.widths[i], "fuseopt::", op, ": bias has ", biases[i].numel(),
@@ -139,11 +156,18 @@ inline LinearCall linear_call(const char* op, PdlGuard& guard, const Tensor& inp
   const auto sizes = x.sizes();
   std::vector<int64_t> output_sizes(sizes.begin(), sizes.end());
   output_sizes.back() = output_columns(layer);
-  Tensor output = allocate(x, output_sizes, promoted(weight_type, added));
+  Tensor output = allocate(x, output_sizes, promoted(weights.dtype, added));
   FUSEOPT_CHECK(!added.has_value() || added->numel() == output.numel(), "fuseopt::", op, ": residual has ",
                 added->numel(), " elements, the output ", output.numel());
   layer.output = pointer(op, output);
   return {layer, output};
+}
+
+inline LinearCall linear_call(const char* op, PdlGuard& guard, const Tensor& input, const std::vector<Tensor>& weights,
+                              const std::vector<Tensor>& biases, const std::optional<Tensor>& residual,
+                              const NormArguments& norm, const std::vector<Tensor>& prefetch,
+                              const std::string& activation = "", bool gated = false) {
+  return linear_call(op, guard, input, readable(op, weights, guard), biases, residual, norm, prefetch, activation, gated);
 }
 
 // Lets the call's input be that and `partials`.

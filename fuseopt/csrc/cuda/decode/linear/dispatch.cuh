@@ -18,11 +18,12 @@ template <typename T, typename X, int kTiles, int kChunks, int kHalves, bool kLo
 constexpr int kMostColumns = kMaxLinearWarps<T, X, kTiles, kChunks, kHalves, kLowRank> * kChunks * kChunk;
 
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated, int kTiles, int kChunks, int kHalves,
-          Along kAlong, bool kActivates, bool kSums = false, bool kLowRank = false>
-cudaError_t launch_skinny_mma_as(const DecodeLinear& layer, cudaStream_t stream) {
+          Along kAlong, bool kActivates, bool kSums = false, bool kLowRank = false, int kBits = 16>
+cudaError_t launch_skinny_mma_as(const DecodeLinear& layer, cudaStream_t stream, const PackedShape& packed = {}) {
   constexpr int kColumns = kTiles * kTileColumns, kWidth = kGated ? kColumns / 2 : kColumns;
   const int64_t chunks = ceil_div(layer.in_features, kChunk);
   MmaLayer<T> mma = mma_layer<T>(layer);
+  mma.packed = packed;
   const int64_t parts = ceil_div(layer.in_features, kMostColumns<T, X, kTiles, kChunks, kHalves, kLowRank>);
   mma.passes = kAlong == Along::kInPasses ? static_cast<int>(parts) : 1;
   constexpr bool kApart = kAlong == Along::kApart;
@@ -42,7 +43,7 @@ cudaError_t launch_skinny_mma_as(const DecodeLinear& layer, cudaStream_t stream)
   mma.finishing = static_cast<int>(ceil_div(finished_pairs(mma.rows, kWidth), kWarpSize) * kWarpSize);
   const auto kernel =
       decode_linear_skinny_mma_kernel<T, X, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, kAlong, kActivates, kSums,
-                                      kLowRank>;
+                                      kLowRank, kBits>;
   return launch_dependent(kernel, mma, shape, layer.pdl, stream);
 }
 

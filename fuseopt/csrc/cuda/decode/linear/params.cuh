@@ -4,6 +4,7 @@
 #include "cuda/decode/linear/decode_linear.cuh"
 #include "cuda/common/math.cuh"
 #include "cuda/common/tensor_core.cuh"
+#include "cuda/decode/linear/low_bit/packed_weight.cuh"
 
 namespace fuseopt {
 
@@ -59,6 +60,7 @@ struct MmaLayer {
   int low_ranks[kMaxWeights], first_ranks[kMaxWeights], ranks;  // of each weight, before it, of all
   int rank_blocks;  // that multiply rows of `low_rank_a`
   uint64_t* exchange;
+  PackedShape packed;  // of kernels for weights of 8 and 4 bits
 
   // Of a grid whose first `blocks` read the input as others do. So many run at once even in clusters.
   void share_ranks(int64_t blocks) {

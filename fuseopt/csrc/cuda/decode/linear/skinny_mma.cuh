@@ -17,6 +17,7 @@
 #include "cuda/common/cluster.cuh"
 #include "cuda/decode/linear/epilogue.cuh"
 #include "cuda/decode/linear/input_rows.cuh"
+#include "cuda/decode/linear/low_bit/packed_part.cuh"
 #include "cuda/decode/linear/low_rank.cuh"
 #include "cuda/decode/linear/row_moments.cuh"
 #include "cuda/decode/linear/skinny_shape.cuh"
@@ -28,9 +29,9 @@ constexpr int kConstantsBarrier = 1;
 
 // kTiles: of 8 columns, in a strip; kChunks: of K, for each warp in one pass; kHalves: of 16 rows; kActivates: whether
 // there may be an activation; kSums: whether the input is a sum with split-K partials; kLowRank: whether weights have
-// updates.
+// updates; kBits: of a stored value of the weight, packed below 16.
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated, int kTiles, int kChunks, int kHalves,
-          Along kAlong, bool kActivates, bool kSums, bool kLowRank>
+          Along kAlong, bool kActivates, bool kSums, bool kLowRank, int kBits = 16>
 __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves, kLowRank>* kWarpSize, 1)
     decode_linear_skinny_mma_kernel(const __grid_constant__ MmaLayer<T> layer) {
   constexpr bool kLoops = kAlong == Along::kInPasses, kShares = kAlong == Along::kTogether;
@@ -61,7 +62,9 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
 
   let_successor_start();
   if (kLayout == Layout::kRowMajorNK && strip >= layer.widths[blockIdx.y]) return;  // weights differ in width
-  WeightPart<T, kLayout, kGated, kTiles, kChunks> weight;
+  std::conditional_t<kBits == 16, WeightPart<T, kLayout, kGated, kTiles, kChunks>,
+                     PackedPart<T, kGated, kTiles, kChunks, kBits == 16 ? 8 : kBits>>
+      weight;
   weight.load(layer, strip, first_k(0) + own);
 
   const bool finishes = warp * kWarpSize < layer.finishing;  // any of the block's outputs
@@ -141,6 +144,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     }
   };
   if constexpr (!kLoops && kLayout == Layout::kColMajorKN) weight.pair_lines(columns, first_k(0) + own);
+  if constexpr (!kLoops && kBits != 16) weight.expand();
   if constexpr (kNorm && !kLoops) {
     fold_norm(0);
     if (layer.is_layer_norm) share_constants();
@@ -247,6 +251,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     }
     if constexpr (kLoops) {
       weight.not_before_here();
+      if constexpr (kBits != 16) weight.expand();
       if constexpr (kLayout == Layout::kColMajorKN) weight.pair_lines(columns, first_k(pass) + own);
     }
     if constexpr (kNorm && kLoops) fold_norm(pass);

@@ -1,0 +1,190 @@
+// How packed weights are shared out, and launches of both kernels that read them.
+#pragma once
+
+#include "cuda/decode/linear/dispatch.cuh"
+#include "cuda/decode/linear/low_bit/packed_kernel.cuh"
+
+namespace fuseopt {
+
+// Which kernel, and in which shape; zeros leave it to the plan.
+struct PackedChoice {
+  enum Kernel { kBest, kHeld, kBulkRing, kAsyncRing, kFoldedRing };
+  int kernel = kBest;
+  int split = 0;  // ring: warps that share K of a strip; held: tiles of 8 outputs in a strip
+  int units = 0;  // lines of 16 outputs in a strip
+  int blocks = 0;  // of a multiprocessor, at most
+  int stages = 0;  // of a ring: kPackedStages or kFewStages
+};
+
+struct PackedPlan {
+  int halves, slot_bits = 0, units, split, part_blocks, part_columns, blocks, stages;
+  int strips[DecodeLinear::kMaxWeights] = {}, all_strips = 0;
+  bool scales_rows;
+  size_t shared_bytes;
+
+  PackedPlan(const DecodeLinear& layer, const PackedShape& shape, int bits, const PackedChoice& choice)
+      : halves(layer.rows > kHalfRows ? 2 : 1) {
+    while (1 << slot_bits < std::min<int64_t>(layer.rows, kHalfRows)) ++slot_bits;
+    const int64_t all_warps = static_cast<int64_t>(kPackedWarps) * multiprocessor_count();
+    units = layer.gated ? 2 : choice.units;
+    if (units == 0) units = output_columns(layer) >= 4 * kLineOutputs * all_warps ? 2 : 1;
+    const int width = kLineOutputs * (layer.gated ? 1 : units);
+    for (int i = 0; i < (layer.gated ? 1 : layer.weight_count); ++i) {
+      strips[i] = static_cast<int>(ceil_div(layer.widths[i], width));
+      all_strips += strips[i];
+    }
+    // Few strips: more warps for each, so that all have work. A layer that streams through its rings has two blocks of a
+    // multiprocessor; one that fits beside another leaves the second place to the next kernel.
+    constexpr int64_t kStreamsFrom = 128 * 1024;
+    const int64_t lines = static_cast<int64_t>(all_strips) * units;
+    const bool is_streamed = lines * shape.line_bytes > kStreamsFrom * multiprocessor_count();
+    const int64_t wanted_warps = is_streamed ? 2 * all_warps : all_warps;
+    split = choice.split;
+    if (split == 0) {
+      for (split = 1; split < kPackedWarps && 4 * split * all_strips < 3 * wanted_warps;) split *= 2;
+    }
+    part_blocks = static_cast<int>(ceil_div(shape.blocks, split));
+    const int block_k = bits == 4 ? kBlockK<4> : kBlockK<8>;
+    part_columns = static_cast<int>(ceil_div(shape.blocks * block_k, kPackedWarps * kChunk) * kChunk);
+    scales_rows = layer.weight_dtype == kBFloat16 && (layer.norm == kRmsNorm || layer.norm == kGemmaRmsNorm);
+    const auto share = [&](int of_ring, int64_t most) {
+      stages = of_ring;
+      shared_bytes = bytes_of(layer, shape);
+      constexpr size_t kReserved = 2048;  // for each block, by the system and what the kernel declares
+      const int64_t fit = static_cast<int64_t>(shared_bytes_of_multiprocessor() / (shared_bytes + kReserved));
+      const int64_t wanted = ceil_div(all_strips, kPackedWarps / split);
+      const int64_t room = std::max<int64_t>(std::min<int64_t>(fit, most), 1) * multiprocessor_count();
+      const int64_t rounds = ceil_div(wanted, room);
+      blocks = static_cast<int>(ceil_div(wanted, rounds));
+      return rounds * ceil_div(part_blocks, kStageBlocks);
+    };
+    const int most = choice.blocks == 0 ? 2 : choice.blocks;
+    const int of_strip = static_cast<int>(std::min<int64_t>(ceil_div(part_blocks, kStageBlocks), kPackedStages));
+    int64_t needed = share(choice.stages == 0 ? of_strip : choice.stages, most);
+    if (choice.stages == 0 && needed > of_strip) needed = share(kPackedStages, most);
+    // A long ring for one block is good for what it holds; what streams is better shared out among two blocks.
+    if (choice.stages == 0 && units == 2 && most == 2 && needed > kPackedStages) needed = share(kFewStages, most);
+    // No more than is filled. Copies of lanes are counted in groups, for one of two numbers of stages.
+    if (choice.kernel != PackedChoice::kAsyncRing) stages = static_cast<int>(std::min<int64_t>(stages, needed));
+    else stages = needed <= kFewStages || stages <= kFewStages ? kFewStages : kPackedStages;
+    shared_bytes = bytes_of(layer, shape);
+  }
+
+  bool fits() const { return shared_bytes + 1024 <= shared_bytes_of_block(); }
+
+ private:
+  size_t bytes_of(const DecodeLinear& layer, const PackedShape& shape) const {
+    const size_t columns = static_cast<size_t>(kPackedWarps) * part_columns;
+    size_t bytes = static_cast<size_t>(kPackedWarps) * stages * units * kStageBlocks * shape.block_bytes +
+                   (halves * columns << slot_bits) * sizeof(uint16_t);
+    if (split > 1) bytes += sizeof(float) * kPackedWarps * kWarpSize * units * halves * 4;
+    if (layer.norm == kNoNorm) return bytes;
+    return bytes + sizeof(Moments) * kPackedWarps * layer.rows + (scales_rows ? 0 : 2 * columns * sizeof(uint16_t));
+  }
+};
+
+template <typename T, int kBits, int kUnits, int kHalves, Ring kRing>
+cudaError_t launch_packed_as(const DecodeLinear& layer, const PackedShape& shape, const PackedPlan& plan, cudaStream_t stream) {
+  PackedLayer<T> of{{mma_layer<T>(layer)}};
+  of.packed = shape;
+  of.is_gated = layer.gated;
+  for (int i = 0; i < DecodeLinear::kMaxWeights; ++i) of.strips[i] = plan.strips[i];
+  of.all_strips = plan.all_strips;
+  of.slot_bits = plan.slot_bits;
+  of.scales_rows = plan.scales_rows;
+  of.has_norm = layer.norm != kNoNorm;
+  of.part_blocks = plan.part_blocks;
+  of.part_columns = plan.part_columns;
+  of.stages = plan.stages;
+  of.groups_bits = plan.split == 8 ? 0 : plan.split == 4 ? 1 : plan.split == 2 ? 2 : 3;
+  const LaunchShape grid{static_cast<unsigned>(plan.blocks), kPackedWarps * kWarpSize, plan.shared_bytes, 1};
+  of.share_prefetch(grid);
+  return launch_dependent(decode_packed_linear_kernel<T, kBits, kUnits, kHalves, kRing>, of, grid, layer.pdl, stream);
+}
+
+template <typename T, int kBits, Ring kRing>
+cudaError_t launch_packed(const DecodeLinear& layer, const PackedShape& shape, const PackedPlan& plan, cudaStream_t stream) {
+  if (plan.units == 2) {
+    return plan.halves == 2 ? launch_packed_as<T, kBits, 2, 2, kRing>(layer, shape, plan, stream)
+                            : launch_packed_as<T, kBits, 2, 1, kRing>(layer, shape, plan, stream);
+  }
+  return plan.halves == 2 ? launch_packed_as<T, kBits, 1, 2, kRing>(layer, shape, plan, stream)
+                          : launch_packed_as<T, kBits, 1, 1, kRing>(layer, shape, plan, stream);
+}
+
+// skinny_mma with a packed weight, if its registers hold the layer.
+template <typename T, int kBits, int kHalves>
+bool launch_held(const DecodeLinear& layer, const PackedShape& shape, int tiles, cudaStream_t stream, cudaError_t& error) {
+  const int64_t columns = layer.in_features, few = multiprocessor_count() / tuning().decode_linear_few_blocks_divisor;
+  const bool has_norm = layer.norm != kNoNorm;
+  const auto launch = [&]<bool kNorm, bool kGated, int kTiles, int kChunks, Along kAlong>() {
+    constexpr int kParts = kAlong == Along::kTogether ? kMostTogether : 1;
+    if (columns > kParts * kMostColumns<T, T, kTiles, kChunks, kHalves>) return false;
+    constexpr auto kNK = Layout::kRowMajorNK;
+    error = launch_skinny_mma_as<T, T, kNK, kNorm, kGated, kTiles, kChunks, kHalves, kAlong, kNorm, false, false, kBits>(
+        layer, stream, shape);
+    return true;
+  };
+  if (layer.gated) return has_norm && launch.template operator()<true, true, 4, 4, Along::kAtOnce>();
+  if (!has_norm && layer.activation != kIdentity) return false;
+  const bool is_wide = tiles == 0 ? tiles_of(layer) >= (has_norm ? 4 : 2) * few : tiles == 4;
+  if (has_norm) {
+    return (is_wide && launch.template operator()<true, false, 4, 4, Along::kAtOnce>()) ||
+           launch.template operator()<true, false, 2, 4, Along::kAtOnce>();
+  }
+  if (is_wide && launch.template operator()<false, false, 4, 4, Along::kAtOnce>()) return true;
+  if (launch.template operator()<false, false, 2, 4, Along::kAtOnce>()) return true;
+  return is_sm90_or_newer() && launch.template operator()<false, false, 4, 4, Along::kTogether>();
+}
+
+// `layer`: weights are packed ones. Returns cudaErrorNotSupported where a choice does not take the layer.
+template <typename T, int kBits>
+cudaError_t launch_packed_linear(const DecodeLinear& layer, const PackedShape& shape, const PackedChoice& choice, cudaStream_t stream) {
+  cudaError_t error = cudaErrorNotSupported;
+  if (!suits_mma<T>(layer) || compute_capability_major() < 8) return error;
+  const bool is_held = choice.kernel == PackedChoice::kHeld || (choice.kernel == PackedChoice::kBest && !exceeds_registers(layer));
+  if (is_held) {
+    const bool is_launched = layer.rows > kHalfRows ? launch_held<T, kBits, 2>(layer, shape, choice.split, stream, error)
+                                                    : launch_held<T, kBits, 1>(layer, shape, choice.split, stream, error);
+    if (is_launched || choice.kernel == PackedChoice::kHeld) return error;
+  }
+  const bool is_bulk = is_sm90_or_newer() && choice.kernel != PackedChoice::kAsyncRing;
+  PackedChoice of_ring = choice;
+  if (!is_bulk) of_ring.kernel = PackedChoice::kAsyncRing;
+  const PackedPlan plan(layer, shape, kBits, of_ring);
+  if (!plan.fits()) return cudaErrorNotSupported;
+  if constexpr (kBits == 4 && std::is_same_v<T, __nv_bfloat16>) {
+    if (is_bulk && choice.kernel == PackedChoice::kFoldedRing) return launch_packed<T, 4, Ring::kFolded>(layer, shape, plan, stream);
+  }
+  return is_bulk ? launch_packed<T, kBits, Ring::kBulk>(layer, shape, plan, stream)
+                 : launch_packed<T, kBits, Ring::kAsync>(layer, shape, plan, stream);
+}
+
+// For any number of rows: as many at a time, up to 16, as fit. Launches after the first do not overlap with what was before.
+template <typename T, int kBits>
+cudaError_t launch_packed_rows(const DecodeLinear& layer, const PackedShape& shape, const PackedChoice& choice, cudaStream_t stream) {
+  DecodeLinear part = layer;
+  int64_t most = 2 * kHalfRows;
+  const auto rows_of = [](TypedPointer rows, int64_t element) {
+    if (rows.data != nullptr) rows.data = static_cast<char*>(rows.data) + element * (rows.dtype == kFloat32 ? 4 : 2);
+    return rows;
+  };
+  cudaError_t error = cudaSuccess;
+  for (int64_t first = 0; first < layer.rows;) {
+    part.rows = std::min(most, layer.rows - first);
+    part.input = rows_of(layer.input, first * layer.in_features);
+    part.output = rows_of(layer.output, first * output_columns(layer));
+    part.residual = rows_of(layer.residual, first * output_columns(layer));
+    part.pdl = layer.pdl && first == 0;
+    error = launch_packed_linear<T, kBits>(part, shape, choice, stream);
+    if (error == cudaErrorNotSupported && most > 1) {
+      most /= 2;
+      continue;
+    }
+    if (error != cudaSuccess) return error;
+    first += part.rows;
+  }
+  return error;
+}
+
+}  // namespace fuseopt

@@ -1,0 +1,154 @@
+"""`decode_linear` with packed weights in 8 or 4 bits, as the CUDA kernels read them."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fuseopt.errors import BackendError
+from fuseopt.ops import registry
+from fuseopt.ops.decode.linear import as_list, check_layer, reference_layer
+from fuseopt.ops.decode.low_bit_samples import low_bit_samples
+from fuseopt.ops.library import check_shape, define
+from fuseopt.ops.low_bit import MAX_ROWS, dequantize
+from fuseopt.ops.packed_weight import DTYPES, PackedWeight, not_packed_reason, pack_for_cuda, unpacked
+
+CUDA = registry.NativeBackend("cuda", DTYPES, capability=(8, 0))
+
+
+def _fake(
+    input: Tensor,
+    weights: Sequence[Tensor],
+    outputs: Sequence[int],
+    bits: int,
+    group: int,
+    has_zeros: bool,
+    biases: Sequence[Tensor],
+    residual: Tensor | None,
+    norm: str,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    activation: str,
+    gated: bool,
+    pdl: bool,
+    prefetch: Sequence[Tensor],
+) -> Tensor:
+    dtype = input.dtype if residual is None else torch.promote_types(input.dtype, residual.dtype)
+    return input.new_empty((*input.shape[:-1], outputs[0] if gated else sum(outputs)), dtype=dtype)
+
+
+RAW = define(
+    "decode_packed_linear(Tensor input, Tensor[] weights, int[] outputs, int bits, int group, bool has_zeros,"
+    " Tensor[] biases, Tensor? residual, str norm, Tensor? norm_weight, Tensor? norm_bias, float eps, str activation,"
+    " bool gated, bool pdl, Tensor[] prefetch) -> Tensor",
+    _fake,
+)
+
+
+def _check(input: Tensor, weights: Sequence[PackedWeight]) -> None:
+    if len({weight[3:] for weight in weights}) > 1:
+        raise ValueError("weights must have the same bits, groups, zero points or none, and dtype")
+    for weight in weights:
+        if weight.data.dtype is not torch.uint8 or weight.data.dim() != 2:
+            raise TypeError("data of a PackedWeight must be uint8 [lines, bytes], as pack_for_cuda makes it")
+        check_shape("data", weight.data, torch.Size((-(-weight.outputs // 16), weight.data.shape[1])))
+
+
+def decode_packed_linear(
+    input: Tensor,
+    weight: PackedWeight | Sequence[PackedWeight],
+    bias: Tensor | Sequence[Tensor] | None = None,
+    *,
+    residual: Tensor | None = None,
+    norm: str | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str | None = None,
+    gated: bool = False,
+    pdl: bool = False,
+    prefetch: Sequence[Tensor] = (),
+    backend: str = "auto",
+) -> Tensor:
+    """`decode_low_bit_linear` with weights that `pack_for_cuda` has reordered.
+
+    Args:
+        input: [..., K], any strides, of the weights' dtype, bfloat16 or float16, for the kernels; the reference takes
+            float32 and float64 too. More than `MAX_ROWS` rows are left to the reference.
+        weight: one to three of [N, K], of the same bits, groups, dtype, and kind of zero points. They may differ in N,
+            unless `gated`.
+        bias, residual, norm, norm_weight, norm_bias, eps, activation, gated: as `decode_linear` takes them. Kernels
+            need parameters of `input`'s dtype, and a residual of that or of float32; the reference takes others.
+        pdl, prefetch: as `decode_linear` takes them; tensors to prefetch may be packed ones.
+        backend: "auto", "cuda" (sm_80 or newer) or "reference", which dequantises in each call.
+
+    Returns:
+        [..., sum of all N] ([..., N] if gated), contiguous, of `input`'s dtype, or of what that and `residual`'s
+        promote to.
+
+    Raises:
+        ValueError: shapes or options that do not fit together.
+        TypeError: data other than `pack_for_cuda` makes.
+        BackendError: the backend named cannot run here; the message says why.
+    """
+    weights, biases = [weight] if isinstance(weight, PackedWeight) else list(weight), as_list(bias)
+    _check(input, weights)
+    check_layer(input, weights, biases, residual, norm, norm_weight, norm_bias, activation, gated)
+    parameters = (*biases, norm_weight, norm_bias)
+    reason = _no_kernel_reason(input, weights[0], parameters, residual)
+    if reason is None:
+        tensors = (input, *parameters, residual, *(part.data for part in weights))
+        chosen = registry.pick_without_gradient("decode_packed_linear", backend, (input.dtype,), *tensors)
+    elif backend in ("auto", "reference"):
+        chosen = "reference"
+    else:
+        raise BackendError(f"decode_packed_linear: {backend!r} takes no {reason}")
+    of_norm = (norm or "", norm_weight, norm_bias, eps)
+    if chosen == "reference":
+        exact = torch.promote_types(input.dtype, torch.float32)
+        dequantized = [dequantize(unpacked(part), exact) for part in weights]
+        return reference_layer(input, dequantized, biases, residual, *of_norm, activation or "", gated, input.dtype)
+    _, _, _, bits, group, has_zeros, _ = weights[0]
+    stored = ([part.data for part in weights], [part.outputs for part in weights], bits, group, has_zeros)
+    layer = (biases, residual, *of_norm, activation or "", gated)
+    return RAW[chosen](input, *stored, *layer, pdl, list(prefetch))
+
+
+def _no_kernel_reason(
+    input: Tensor, weight: PackedWeight, parameters: Sequence[Tensor | None], residual: Tensor | None
+) -> str | None:
+    rows, dtype = input.shape[:-1].numel(), input.dtype
+    if rows > MAX_ROWS:
+        return f"more than {MAX_ROWS} rows, such as {rows}"
+    if dtype is not weight.dtype:
+        return f"{dtype} input with weights packed for {weight.dtype}"
+    if any(parameter is not None and parameter.dtype is not dtype for parameter in parameters):
+        return f"bias or norm parameter of a dtype other than {dtype}"
+    if residual is not None and residual.dtype not in (dtype, torch.float32):
+        return f"residual of {residual.dtype}"
+    return None
+
+
+decode_packed_linear_reference = partial(decode_packed_linear, backend="reference")
+
+
+def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
+    packed_for = dtype if dtype in DTYPES else torch.bfloat16
+    for sample in low_bit_samples(device, dtype, requires_grad):
+        input, weights, *others = sample.args
+        if not_packed_reason(input.shape[-1]) is None:
+            packed = [pack_for_cuda(weight, packed_for) for weight in weights]
+            yield registry.SampleInput((input, packed, *others), sample.kwargs)
+
+
+registry.register(
+    registry.Op(
+        name="decode_packed_linear",
+        function=decode_packed_linear,
+        reference=decode_packed_linear_reference,
+        sample_inputs=sample_inputs,
+        backends=(CUDA, registry.REFERENCE),
+    )
+)

@@ -1,0 +1,132 @@
+"""Weights in 8 or 4 bits in the order in which the CUDA kernels read them."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fuseopt.ops.low_bit import LowBitWeight
+
+DTYPES = (torch.bfloat16, torch.float16)
+"""Dtypes of the inputs that such weights are multiplied with."""
+ALIGNMENT = 8
+"""The number of inputs must be a multiple of this: kernels load as many values of a row at a time."""
+
+_LINE = 16  # outputs of a line
+_BYTE_ORDER = [0, 2, 1, 3]  # of 8 bits: `word >> 8 * i & 0x00ff00ff` is then the pair (2i, 2i + 1)
+_BLOCK = {8: 64, 4: 128}  # inputs of a block
+_BLOCK_BYTES = 1024  # of its values
+_HEADER = 4 * _LINE  # bytes of a line's scales, with 8 bits
+_MAGIC = {torch.bfloat16: 128.0, torch.float16: 1024.0}  # what kernels replace the last bits of
+_EIGHTS = -2004318072
+
+
+class PackedWeight(NamedTuple):
+    """A weight [N, K] of a linear layer, quantised, in the order of tensor core fragments.
+
+    Attributes:
+        data: uint8 [N / 16 rounded up, bytes of a line], contiguous, as `csrc/cuda/decode/linear/low_bit/
+            packed_weight.cuh` describes it.
+        outputs, inputs: N and K; K is a multiple of 8.
+        bits, group: as of a LowBitWeight.
+        has_zeros: whether each group has a zero point.
+        dtype: of the inputs that it is multiplied with, bfloat16 or float16. Scales of 4 bits have it too.
+    """
+
+    data: Tensor
+    outputs: int
+    inputs: int
+    bits: int
+    group: int
+    has_zeros: bool
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.outputs, self.inputs))
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.data,)
+
+
+def not_packed_reason(inputs: int) -> str | None:
+    """Why `pack_for_cuda` does not take a weight of so many inputs; None if it does."""
+    return f"its {inputs} inputs are no multiple of {ALIGNMENT}" if inputs % ALIGNMENT else None
+
+
+def pack_for_cuda(weight: LowBitWeight, dtype: torch.dtype) -> PackedWeight:
+    """Reorders a weight for the CUDA kernels.
+
+    Args:
+        weight: [N, K], of `quantize`, on any device.
+        dtype: of the inputs, bfloat16 or float16; the scales of 4 bits are rounded to it.
+
+    Raises:
+        ValueError: another dtype, or a K that is no multiple of 8.
+    """
+    values, scales, zeros, bits, group = weight
+    outputs, inputs = weight.shape
+    reason = not_packed_reason(inputs)
+    if reason is not None:
+        raise ValueError(f"pack_for_cuda: {reason}")
+    if dtype not in DTYPES:
+        raise ValueError(f"pack_for_cuda: dtype must be bfloat16 or float16, not {dtype}")
+    lines, blocks = _counts(outputs, inputs, bits)
+    more_outputs, more_inputs = lines * _LINE - outputs, blocks * _BLOCK[bits] - inputs
+    of_lanes = (lines, 2, 8, blocks, 2)  # line, low or high output of a lane, lane // 4, block, unit
+    if bits == 8:
+        words = F.pad(values, (0, more_inputs, 0, more_outputs)).view(*of_lanes, 4, 2, 4)[..., _BYTE_ORDER]
+        units = words.permute(0, 3, 4, 2, 5, 1, 6, 7).reshape(lines, -1)
+        header = F.pad(scales.flatten().float(), (0, more_outputs)).view(lines, _LINE)
+        return PackedWeight(torch.cat([_bytes(header), _bytes(units)], 1), outputs, inputs, 8, group, False, dtype)
+    words = F.pad(values, (0, more_inputs // 8, 0, more_outputs), value=_EIGHTS).view(*of_lanes, 2, 4)
+    units = words.permute(0, 3, 4, 2, 6, 5, 1).reshape(lines, blocks, -1)
+
+    def of_groups(tensor: Tensor, value: float) -> Tensor:
+        padded = F.pad(tensor.to(dtype), (0, more_inputs // group, 0, more_outputs), value=value)
+        return padded.view(lines, 2, 8, blocks, _BLOCK[4] // group).permute(0, 3, 4, 2, 1)
+
+    parts = [of_groups(scales, 0.0)]
+    if zeros is not None:
+        parts.append(of_groups(zeros.to(dtype) + _MAGIC[dtype], _MAGIC[dtype] + 8))
+    of_block = torch.stack(parts, 3).reshape(lines, blocks, -1)
+    data = torch.cat([_bytes(units), _bytes(of_block)], 2).flatten(1)
+    return PackedWeight(data, outputs, inputs, 4, group, zeros is not None, dtype)
+
+
+def unpacked(weight: LowBitWeight | PackedWeight) -> LowBitWeight:
+    """The LowBitWeight of the same numbers; `weight` itself if it is one."""
+    if isinstance(weight, LowBitWeight):
+        return weight
+    data, outputs, inputs, bits, group, has_zeros, dtype = weight
+    lines, blocks = _counts(outputs, inputs, bits)
+    if bits == 8:
+        units = data[:, _HEADER:].contiguous().view(torch.int8).view(lines, blocks, 2, 8, 4, 2, 2, 4)
+        values = units[..., _BYTE_ORDER].permute(0, 5, 3, 1, 2, 4, 6, 7).reshape(lines * _LINE, -1)
+        scales = data[:, :_HEADER].contiguous().view(torch.float32).view(-1, 1)
+        return LowBitWeight(values[:outputs, :inputs].contiguous(), scales[:outputs], None, 8, group)
+    of_blocks = data.view(lines, blocks, -1)
+    units = of_blocks[..., :_BLOCK_BYTES].contiguous().view(torch.int32).view(lines, blocks, 2, 8, 4, 2, 2)
+    values = units.permute(0, 6, 3, 1, 2, 5, 4).reshape(lines * _LINE, -1)
+    of_groups = of_blocks[..., _BLOCK_BYTES:].contiguous().view(dtype).view(lines, blocks, _BLOCK[4] // group, -1, 8, 2)
+    scales, *zeros = (
+        part.permute(0, 4, 3, 1, 2).reshape(lines * _LINE, -1)[:outputs, : inputs // group].contiguous()
+        for part in of_groups.unbind(3)
+    )
+    points = (zeros[0].float() - _MAGIC[dtype]).to(torch.uint8) if has_zeros else None
+    return LowBitWeight(values[:outputs, : inputs // 8].contiguous(), scales, points, 4, group)
+
+
+def _counts(outputs: int, inputs: int, bits: int) -> tuple[int, int]:
+    """Lines, and blocks of a line."""
+    return -(-outputs // _LINE), -(-inputs // _BLOCK[bits])
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)

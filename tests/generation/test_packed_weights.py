@@ -1,0 +1,114 @@
+"""generate() with packed weights in 8 or 4 bits, as on a GPU: logits of the model with the dequantised weights."""
+
+import copy
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fuseopt
+from fuseopt import ops
+from fuseopt.generation.prompt.prefill import UNQUANTISED_PROMPT
+from fuseopt.ops.packed_weight import PackedWeight
+from fuseopt.verify_low_bit import forced_logits
+from tests.generation.checkpoint_layouts import LAYOUTS, checkpoint
+from tests.generation.same_calls import calls_of, prompt
+from tests.generation.test_checkpoint_layouts import MODELS
+from tests.generation.test_low_bit import SWEPT, WEIGHTS, dequantised, fused
+from tests.generation.test_low_bit import quantised_layers as found_layers
+
+STEPS = 6
+CASES = [("gpt2", "int8"), ("llama", "int4"), ("t5", "zero points"), ("t5", "int8")]
+
+
+@pytest.fixture(autouse=True)
+def packs(each_device: torch.device, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a CPU pack weights, and run the reference in place of the CUDA kernels."""
+    if each_device.type == "cpu":
+        request.getfixturevalue("as_on_gpu")
+        monkeypatch.setattr("fuseopt.generation.engine.low_bit.packs_on", lambda device: True)
+        monkeypatch.setattr("fuseopt.generation.engine.low_bit.no_kernel_reason", lambda layer: None)
+
+
+@pytest.fixture
+def counted() -> Iterator[mock.Mock]:
+    with mock.patch.object(ops, "decode_packed_linear", wraps=ops.decode_packed_linear) as op:
+        yield op
+
+
+def forced(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """Logits of the same tokens in each call."""
+    rows = len(inputs["input_ids"])
+    tokens = torch.arange(3, 3 + rows * STEPS, device=inputs["input_ids"].device).view(rows, STEPS)
+    return forced_logits(model, inputs, tokens).double()
+
+
+def errors(ours: nn.Module, stock: nn.Module, inputs: dict[str, Tensor]) -> tuple[float, float]:
+    """Root-mean-square errors of both models against `stock` in float32."""
+    exact = forced(copy.deepcopy(stock).float(), inputs)
+    ours_error, stock_error = ((forced(model, inputs) - exact).square().mean().sqrt() for model in (ours, stock))
+    return ours_error.item(), stock_error.item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "family, weights", [("gpt2", "int8"), ("llama", "int4"), ("t5", "zero points"), ("t5", "int8")]
+)
+def test_logits_of_the_dequantised_model(family: str, weights: str, dtype: torch.dtype, counted: mock.Mock) -> None:
+    model = SWEPT[family]().to(dtype)
+    stock, ours = dequantised(model, **WEIGHTS[weights]), fused(model, WEIGHTS[weights])
+    found, stocks = errors(ours, stock, prompt(model, 2, 5, seed=3, padded=False))
+    assert found <= 2 * stocks and counted.called
+    call, layers = calls_of(ours)[-1], dict(found_layers(model, **WEIGHTS[weights]))
+    assert call.tier.value == "T1" and not call.unquantised_prompt, call
+    packed = [low for linear in ours.generate.checked.step.spec.linears for low in linear.low_bit]
+    assert len(packed) >= len(layers) > 3 and all(isinstance(low, PackedWeight) for low in packed)
+    # Each weight is in memory once, packed.
+    size = sum({low.data.data_ptr(): low.nbytes for low in packed}.values()) / 2**20
+    assert f"{size:.1f} MiB, beside" in str(fuseopt.report(ours))
+
+
+def test_long_prompts_and_large_batches_read_the_unquantised_weights(counted: mock.Mock) -> None:
+    model = SWEPT["llama"](max_position_embeddings=128).bfloat16()
+    stock, ours = copy.deepcopy(model), fused(model, "int8")
+    inputs = prompt(model, 2, 40, seed=3, padded=False)
+    with mock.patch.object(ops, "dequantize") as unused:
+        found = forced(ours, inputs)
+    (call,) = calls_of(ours)[-1:]
+    assert call.unquantised_prompt and UNQUANTISED_PROMPT in call.note and not unused.called and counted.called
+    expected = forced(stock, inputs)
+    assert (found - expected).abs().max() < 0.1 * expected.abs().max()
+    counted.reset_mock()
+    ours.generate(**prompt(model, 20, 5, seed=3, padded=False), max_new_tokens=3)
+    assert not counted.called and calls_of(ours)[-1].tier.value == "T0"
+
+
+def test_a_weight_that_is_written_to_is_packed_again() -> None:
+    model = SWEPT["gpt2"]().half()
+    inputs = prompt(model, 1, 5, seed=3, padded=False)
+    ours = fused(model, "int8")
+    before = forced(ours, inputs)
+    edits = [
+        lambda: model.transformer.h[0].mlp.c_fc.weight.mul_(-3),
+        lambda: setattr(model.lm_head.weight, "data", model.lm_head.weight.data * 2),
+        lambda: model.transformer.h[1].mlp.c_proj.weight.data.neg_(),
+    ]
+    for edit in edits:
+        with torch.no_grad():
+            edit()
+        stock = dequantised(fuseopt.restore(copy.deepcopy(model)), bits=8)
+        after = forced(ours, inputs)
+        assert (after - forced(stock, inputs)).abs().max() < 0.1 * (after - before).abs().max()
+        before = after
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pre_quantised_checkpoints(layout: str, counted: mock.Mock) -> None:
+    model, dense = checkpoint(MODELS["llama"]().bfloat16(), layout, dtype=torch.bfloat16)
+    ours = fuseopt.initialize(model, {"generation": {"enable": True}})
+    found, stocks = errors(ours, dense, prompt(model, 2, 5, seed=3, padded=False))
+    assert found <= 2 * stocks and counted.called and calls_of(ours)[-1].tier.value == "T1"
+    packed = [low for linear in ours.generate.checked.step.spec.linears for low in linear.low_bit]
+    assert len(packed) > 5 and all(isinstance(low, PackedWeight) for low in packed)

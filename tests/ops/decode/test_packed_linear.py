@@ -1,0 +1,148 @@
+"""decode_packed_linear's CUDA kernels against float64, at the sizes they are for."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from fuseopt.ops import decode_packed_linear, pack_for_cuda
+from fuseopt.ops.decode.packed_linear import decode_packed_linear_reference
+from fuseopt.ops.low_bit import MAX_ROWS, LowBitWeight
+from fuseopt.ops.packed_weight import DTYPES, PackedWeight
+from tests.ops.cases import error, examples, launched_kernels, to_float64
+
+pytestmark = pytest.mark.gpu
+
+KINDS = [(8, 0, False), (4, 32, False), (4, 64, True), (4, 128, False), (4, 128, True)]
+
+
+def random_weight(outputs: int, inputs: int, bits: int, group: int, zeros: bool, dtype: torch.dtype) -> PackedWeight:
+    """All values and zero points that the format has, and scales of both signs."""
+    if bits == 8:
+        values = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8, device="cuda")
+        weight = LowBitWeight(values, torch.rand(outputs, 1, device="cuda") / 64, None, 8, inputs)
+    else:
+        values = torch.randint(-(2**31), 2**31, (outputs, inputs // 8), dtype=torch.int32, device="cuda")
+        scales = (torch.randn(outputs, inputs // group, device="cuda") / 8).to(dtype)
+        weight = LowBitWeight(values, scales, torch.randint_like(scales, 16).byte() if zeros else None, 4, group)
+    return pack_for_cuda(weight, dtype)
+
+
+def layer_error(input: Tensor, weights: list[PackedWeight], **options) -> float:
+    """The kernels' largest error over the largest output, in units of the input dtype's eps."""
+    actual = decode_packed_linear(input, weights, **options, backend="cuda")
+    exact = {name: tree_map_only(Tensor, to_float64, option) for name, option in options.items()}
+    expected = decode_packed_linear_reference(to_float64(input), weights, **exact)
+    return error([actual], [expected]) / torch.finfo(input.dtype).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("bits", "group", "zeros"), KINDS)
+@given(data=st.data())
+@settings(max_examples=examples(40), deadline=None)
+def test_layers_of_any_size(bits: int, group: int, zeros: bool, dtype: torch.dtype, data: st.DataObject) -> None:
+    step = group or 8
+    inputs = step * data.draw(st.integers(1, 4096 // max(step, 16)))
+    rows = data.draw(st.integers(1, 20) | st.just(MAX_ROWS))
+    gated = data.draw(st.booleans())
+    outputs = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=3))
+    outputs = outputs[:1] * 2 if gated else outputs
+    norm = data.draw(st.sampled_from([None, "layer_norm", "rms_norm", "gemma_rms_norm"]))
+    torch.manual_seed(data.draw(st.integers(0, 2**31)))
+
+    def make(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, device="cuda").to(of)
+
+    options = {
+        "norm": norm,
+        "gated": gated,
+        "activation": "silu" if gated else data.draw(st.sampled_from([None, "gelu"])),
+    }
+    if norm is not None:
+        options |= {
+            "norm_weight": make(inputs),
+            "eps": 1e-6,
+            "norm_bias": make(inputs) if norm == "layer_norm" else None,
+        }
+    if data.draw(st.booleans()):
+        options["bias"] = [make(n) for n in outputs]
+    if data.draw(st.booleans()):
+        wide = data.draw(st.sampled_from([dtype, torch.float32]))
+        options["residual"] = make(rows, outputs[0] if gated else sum(outputs), of=wide)
+    weights = [random_weight(n, inputs, bits, group, zeros, dtype) for n in outputs]
+    assert layer_error(make(rows, inputs), weights, **options) <= 16
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("bits", "group", "outputs", "inputs", "rows"),
+    [
+        (8, 0, 2048, 8192, 1),
+        (8, 0, 2048, 8192, 16),  # rows that do not fit together
+        (8, 0, 2048, 2048, 1),
+        (4, 128, 20_000, 512, 1),  # several strips a block
+        (4, 128, 20_000, 512, 8),
+        (4, 128, 4096, 14_336, 2),
+        (4, 64, 4800, 1600, 3),
+        (4, 32, 4800, 1600, 9),
+    ],
+)
+def test_layers_of_models(bits: int, group: int, outputs: int, inputs: int, rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = random_weight(outputs, inputs, bits, group, False, dtype)
+    x, norm_weight = torch.randn(rows, inputs, device="cuda", dtype=dtype), torch.rand(inputs, device="cuda").to(dtype)
+    for options in ({"norm": "rms_norm", "norm_weight": norm_weight}, {}):
+        assert layer_error(x, [weight], **options, pdl=True) <= 8
+        names = launched_kernels(lambda o=options: decode_packed_linear(x, weight, **o, pdl=True, backend="cuda"))
+        assert names and all("decode_packed_linear_kernel" in name or "skinny_mma" in name for name in names)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_strided_inputs_and_data_that_is_not_aligned(bits: int) -> None:
+    torch.manual_seed(0)
+    weight = random_weight(40, 256, bits, 64, bits == 4, torch.bfloat16)
+    x = torch.randn(256, 3, device="cuda", dtype=torch.bfloat16).T
+    expected = decode_packed_linear(x.contiguous(), weight, backend="cuda")
+    assert torch.equal(decode_packed_linear(x, weight, backend="cuda"), expected)
+    elsewhere = torch.cat([weight.data.flatten()[:1], weight.data.flatten()])[1:].view_as(weight.data)
+    for data in (elsewhere, weight.data.T.contiguous().T):
+        assert torch.equal(decode_packed_linear(x, weight._replace(data=data), backend="cuda"), expected)
+    shifted = torch.cat([x.flatten()[:1], x.flatten()])[1:].view(3, 256)
+    assert torch.equal(decode_packed_linear(shifted, weight, backend="cuda"), expected)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_values_that_are_not_finite_stay_in_their_row(bits: int) -> None:
+    torch.manual_seed(0)
+    weight = random_weight(100, 512, bits, 128, False, torch.bfloat16)
+    x = torch.randn(5, 512, device="cuda", dtype=torch.bfloat16)
+    expected = decode_packed_linear(x, weight, backend="cuda")
+    x[2, 7], x[4, 500] = torch.nan, torch.inf
+    actual = decode_packed_linear(x, weight, backend="cuda")
+    assert torch.equal(actual[[0, 1, 3]], expected[[0, 1, 3]])
+    assert actual[2].isnan().all() and not actual[4].isfinite().any()
+
+
+def test_a_chain_of_dependent_launches() -> None:
+    """Each layer reads what the one before has written, with programmatic dependent launch, in a graph."""
+    torch.manual_seed(0)
+    weights = [random_weight(1024, 1024, (8, 4)[i % 2], 128, False, torch.bfloat16) for i in range(12)]
+    x = torch.randn(2, 1024, device="cuda", dtype=torch.bfloat16)
+    norm = {"norm": "rms_norm", "norm_weight": torch.ones(1024, device="cuda", dtype=torch.bfloat16)}
+
+    def chain(pdl: bool) -> Tensor:
+        y = x
+        for i, weight in enumerate(weights):
+            prefetch = [weights[(i + 2) % 12].data] if pdl else []
+            y = decode_packed_linear(y, weight, residual=y, pdl=pdl, prefetch=prefetch, backend="cuda", **norm)
+        return y
+
+    expected = chain(False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        actual = chain(True)
+    for _ in range(5):
+        graph.replay()
+        assert torch.equal(actual, expected)
