@@ -17,7 +17,7 @@ from fuseopt.ops import registry
 from fuseopt.ops.low_bit import LowBitWeight, dequantize, not_quantised_reason, quantize
 from fuseopt.ops.packed_weight import PackedWeight, not_packed_reason, pack_for_cuda, unpacked
 from fuseopt.runtime.announcements import announce, is_bar_disabled
-from fuseopt.runtime.written_values import Samples, sample
+from fuseopt.runtime.written_values import ReadSamples, Samples, sample
 
 Stored = LowBitWeight | PackedWeight
 """A quantised weight as the kernels of its device read it."""
@@ -149,7 +149,8 @@ class LowBitWeights:
         self._choice = LowBitChoice((), (), {})
         self._came: list[Linear] = []
         self._on_cpu: list[Tensor] = []
-        self._samples = Samples(())
+        self._on_gpu: list[Tensor] = []
+        self._samples: ReadSamples | None = None
         self.unquantised_bytes = 0
 
     def put_into(self, choice: LowBitChoice | None, linears: Iterable[Linear]) -> None:
@@ -161,7 +162,8 @@ class LowBitWeights:
         tensors = [weight for layer in self._choice.layers for weight in layer.weights]
         tensors += [tensor for layer in self._came for part in layer.checkpoint for tensor in part.tensors]
         self._on_cpu = [tensor for tensor in tensors if tensor.is_cpu]
-        self._samples = Samples([tensor for tensor in tensors if not tensor.is_cpu])
+        self._on_gpu = [tensor for tensor in tensors if not tensor.is_cpu]
+        self._samples = ReadSamples(Samples(self._on_gpu)) if self._on_gpu else None
 
     def _read_all(self) -> dict[Hashable, tuple[Stored, ...]]:
         read: dict[Hashable, tuple[Stored, ...]] = {}
@@ -203,8 +205,8 @@ class LowBitWeights:
         Waits for the device.
         """
         # On a GPU one copy brings the samples of all.
-        on_gpu = map(_version, self._samples.tensors)
-        return (*map(_content, self._on_cpu), *on_gpu, self._samples.read())
+        on_gpu = () if self._samples is None else (*map(_version, self._on_gpu), self._samples.read())
+        return (*map(_content, self._on_cpu), *on_gpu)
 
     @property
     def most_rows(self) -> int | None:
