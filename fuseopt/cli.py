@@ -16,20 +16,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-import fuseopt
-from fuseopt.bench.command_options import CONFIG, DTYPES, MODEL, add_device, add_plot, new_file, positive
+from fuseopt import __version__
+from fuseopt.bench import early_checks
+from fuseopt.bench.command_options import CONFIG, DTYPES, MODEL, add_device, add_plot, new_file, positive, torch_dtype
 from fuseopt.bench.commands import add_benchmarks, add_tune, device, draw
-from fuseopt.config import as_written, beside_auto
+from fuseopt.config import Config, as_written, beside_auto
 from fuseopt.errors import ConfigError, FuseoptError
 from fuseopt.kernel_table import PRESETS
-from fuseopt.plan import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fuseopt.auto.planned import AutoPlan
+    from fuseopt.plan import Plan
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _DEFAULT_ARCH = "sm_90"
@@ -39,16 +38,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     SIGINT (Ctrl-C) and SIGTERM end a command without a traceback. A benchmark prints and saves what it has measured.
+    What is wrong with the arguments is said before torch is imported, where that is possible.
 
     Returns:
         The exit status: 0; 1 if a benchmark's row failed or is slower than in `--against`, `check` finds a wrong op, or
         `verify` an error larger than allowed; 2 for an error that the user can fix, which is printed to stderr;
         128 + the signal's number after a signal: 130 or 143.
     """
-    arguments = _parser().parse_args(argv)
     with _ending_quietly() as received, warnings.catch_warnings():
         warnings.showwarning = _show_warning
+        arguments = _parser().parse_args(argv)
         try:
+            early_checks.check(arguments)
             status = arguments.run(arguments) or 0
             sys.stdout.flush()
         except KeyboardInterrupt:
@@ -59,13 +60,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         except FuseoptError as error:
             print(f"fuseopt {arguments.command}: error: {error}", file=sys.stderr)
             status = 2
-        except torch.OutOfMemoryError as error:
-            reason = str(error).splitlines()[0]
-            print(
-                f"fuseopt {arguments.command}: error: {reason} Take a smaller model, batch or length.", file=sys.stderr
-            )
+        except Exception as error:
             status = 2
+            if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not have been imported
+                reason = f"{str(error).splitlines()[0]} Take a smaller model, batch or length."
+                print(f"fuseopt {arguments.command}: error: {reason}", file=sys.stderr)
+            elif not received:  # an interrupted import may raise an error of its own
+                raise
     return 128 + received[0] if received else status
+
+
+class _SignalReceived(KeyboardInterrupt):
+    """Raised by a signal. After a plain KeyboardInterrupt that has left an `exec`, Python ends itself by SIGINT."""
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
@@ -83,7 +89,7 @@ def _ending_quietly() -> Iterator[list[int]]:
 
     def end(number: int, frame: Any) -> None:
         received.append(number)
-        raise KeyboardInterrupt
+        raise _SignalReceived
 
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     handled = [number for number, handler in before.items() if handler != signal.SIG_IGN]
@@ -98,7 +104,7 @@ def _ending_quietly() -> Iterator[list[int]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fuseopt", description="Makes Hugging Face models fast.")
-    parser.add_argument("--version", action="version", version=f"fuseopt {fuseopt.__version__}")
+    parser.add_argument("--version", action="version", version=f"fuseopt {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     demo = _command(
@@ -225,11 +231,8 @@ def _demo(arguments: argparse.Namespace) -> None:
         print(results.to_markdown())
         draw(results, arguments.plot)
         return
-    from fuseopt.bench.harness.plot import check_available
     from fuseopt.bench.suites import demo
 
-    if arguments.plot is not None:
-        check_available()
     results = demo.run(
         device=device(arguments.device),
         quick=arguments.quick,
@@ -240,15 +243,19 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
+    source = as_written(arguments.config)
+    measures = beside_auto(source) is not None
+    config = source if measures else Config.load(source)
+    if measures and arguments.strict:
+        raise ConfigError("--strict: 'auto' names nothing that has to be done; leave it out")
+
+    import torch
+
+    import fuseopt
     from fuseopt.bench.harness.architectures import load_config, weightless
     from fuseopt.bench.harness.progress import waiting
     from fuseopt.ops.backends import assume_gpu
 
-    source = as_written(arguments.config)
-    measures = beside_auto(source) is not None
-    config = source if measures else fuseopt.Config.load(source)
-    if measures and arguments.strict:
-        raise ConfigError("--strict: 'auto' names nothing that has to be done; leave it out")
     has_gpu = torch.cuda.is_available()
     place = torch.device(arguments.device or ("cuda" if has_gpu else "cpu"))
     if arguments.arch is not None and place.type != "cuda":
@@ -262,37 +269,46 @@ def _plan(arguments: argparse.Namespace) -> None:
         decided: Plan | AutoPlan = fuseopt.plan(model, config, verbose=arguments.verbose)
     if assumed and not arguments.json:
         print(f"assuming a GPU of compute capability {assumed[0]}.{assumed[1]} with all kernels")
-    if not isinstance(decided, Plan):
+    if not isinstance(decided, fuseopt.Plan):
         how = f"fuseopt report {arguments.model} --config auto, with --generate TOKENS or --train"
         decided = replace(decided, how=how)
     print(decided.to_json() if arguments.json else decided)
-    if arguments.strict and isinstance(decided, Plan):
+    if arguments.strict and isinstance(decided, fuseopt.Plan):
         decided.check_strict()
 
 
 def _report(arguments: argparse.Namespace) -> None:
     model = _fused_by_auto(arguments) if beside_auto(as_written(arguments.config)) is not None else _fused(arguments)
+
+    import fuseopt
+
     report = fuseopt.report(model, verbose=arguments.verbose)
     print(report.to_json() if arguments.json else report)
 
 
 def _fused(arguments: argparse.Namespace) -> PreTrainedModel:
-    config = fuseopt.Config.load(arguments.config)
+    config = Config.load(arguments.config)
     for name in ("train", "generate", "batch", "length", "time_limit"):
         if getattr(arguments, name):
             raise ConfigError(f"--{name.replace('_', '-')}: only --config auto measures; leave it out")
     model = _model(arguments)
+
+    import fuseopt
+
     warnings.filterwarnings("ignore", ".*matches nothing in the model", UserWarning)  # the report says it
     return fuseopt.initialize(model, config)
 
 
 def _fused_by_auto(arguments: argparse.Namespace) -> PreTrainedModel:
-    from fuseopt.bench.harness.progress import is_terminal, say
-
     if arguments.train and arguments.generate:
         raise ConfigError("--train and --generate: two kinds of work, which are measured one at a time; leave one out")
+
+    import fuseopt
+    from fuseopt.bench.harness.architectures import random_inputs
+    from fuseopt.bench.harness.progress import is_terminal, say
+
     model = _model(arguments).train(arguments.train)
-    inputs = _random_inputs(model, arguments.batch or 1, arguments.length or 128, arguments.generate)
+    inputs = random_inputs(model, arguments.batch or 1, arguments.length or 128, arguments.generate)
     if arguments.train:
         inputs["labels"] = inputs["input_ids"]
     generate = arguments.generate and {"max_new_tokens": arguments.generate}
@@ -309,29 +325,12 @@ def _fused_by_auto(arguments: argparse.Namespace) -> PreTrainedModel:
         logger.setLevel(level)
 
 
-def _random_inputs(model: PreTrainedModel, batch: int, length: int, new: int | None) -> dict[str, torch.Tensor]:
-    """Random token ids [batch, length], the same in every run, and a mask of ones.
-
-    Raises:
-        ConfigError: the model's table of positions ends before `length` and `new` tokens.
-    """
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    tables = {module.num_embeddings for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    # The first two rows of OPT's and BART's tables are no positions.
-    if isinstance(most, int) and tables & {most, most + 2} and length + (new or 0) > most:
-        asked = f"{length} tokens" + (f" and {new} new ones" if new else "")
-        raise ConfigError(f"--length: {asked} are more than the {most} positions of {type(model).__name__}")
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(1, vocabulary, (batch, length), generator=torch.Generator().manual_seed(0)).to(model.device)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
 def _model(arguments: argparse.Namespace) -> PreTrainedModel:
     """The model that a command names, with its weights, or with random ones after a line on stderr."""
     from fuseopt.bench.harness.architectures import random_model, saved_model
     from fuseopt.bench.harness.progress import say, waiting
 
-    place = device(arguments.device), getattr(torch, arguments.dtype)
+    place = device(arguments.device), torch_dtype(arguments.dtype)
     with waiting(f"loading {arguments.model}"):
         model = saved_model(arguments.model, *place)
         if model is None:
@@ -341,11 +340,13 @@ def _model(arguments: argparse.Namespace) -> PreTrainedModel:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    import fuseopt
+    from fuseopt.bench.harness.architectures import random_inputs
     from fuseopt.bench.harness.progress import waiting
     from fuseopt.verify import acts_in_training, with_options
 
-    config, model = fuseopt.Config.load(arguments.config), _model(arguments)
-    inputs = _random_inputs(model, arguments.batch, arguments.length, arguments.generate)
+    config, model = Config.load(arguments.config), _model(arguments)
+    inputs = random_inputs(model, arguments.batch, arguments.length, arguments.generate)
     with waiting(f"comparing {arguments.model}, stock and fused, with float64"):
         checked = fuseopt.verify(
             model,
@@ -359,11 +360,12 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    if not arguments.file.is_file():
+        raise ConfigError(f"{arguments.file}: no such file; name a Python file that registers ops by @fuseopt.op")
+
     from fuseopt.bench.harness.progress import waiting
     from fuseopt.extend.check_file import check_file
 
-    if not arguments.file.is_file():
-        raise ConfigError(f"{arguments.file}: no such file; name a Python file that registers ops by @fuseopt.op")
     with waiting(f"checking the ops of {arguments.file}"):
         reports = check_file(arguments.file, device(arguments.device))
     print("\n\n".join(map(str, reports)))
@@ -371,7 +373,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _init_config(arguments: argparse.Namespace) -> None:
-    print(fuseopt.Config.load(arguments.preset).to_json())
+    print(Config.load(arguments.preset).to_json())
 
 
 def _env(arguments: argparse.Namespace) -> None:

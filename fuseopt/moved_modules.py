@@ -1,8 +1,9 @@
 """Import paths of earlier versions: each still imports, gives the new module's attributes, and warns.
 
 `install` adds a finder to `sys.meta_path`. It is asked only for names that no file of the package answers to, so it
-costs nothing for today's paths. Some old modules of `fuseopt.ops` share their name with a function there; those are put
-into `sys.modules` at once, because importing them later would set the function's name in the package to the module.
+costs nothing for today's paths. Some old modules of `fuseopt.ops` share their name with a function there;
+`keep_functions` puts those into `sys.modules` at once, because importing them later would set the function's name in
+the package to the module.
 """
 
 from __future__ import annotations
@@ -49,13 +50,16 @@ _MOVED: Mapping[str, str] = {
 
 
 def install() -> None:
-    """Makes the old paths importable. To be called once, after `fuseopt.ops` has been imported."""
-    finder = _Finder()
-    sys.meta_path.append(finder)
+    """Makes the old paths importable. To be called once."""
+    sys.meta_path.append(_FINDER)
+
+
+def keep_functions(package: ModuleType) -> None:
+    """Importing old modules will not replace the functions of their names in `package`, which has been imported."""
     for old in _MOVED:
-        package, _, name = old.rpartition(".")
-        if hasattr(sys.modules.get(package), name):
-            sys.modules[old] = importlib.util.module_from_spec(finder.find_spec(old))
+        parent, _, name = old.rpartition(".")
+        if parent == package.__name__ and hasattr(package, name):
+            sys.modules[old] = importlib.util.module_from_spec(_FINDER.find_spec(old))
 
 
 def moved() -> Iterator[tuple[str, str]]:
@@ -97,3 +101,6 @@ class _Loader(InspectLoader):
 class _Finder(MetaPathFinder):
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
         return ModuleSpec(fullname, _Loader(), origin=fullname) if fullname in _MOVED else None
+
+
+_FINDER = _Finder()

@@ -11,11 +11,12 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import fuseopt
+from fuseopt.build import loader
 
 _PACKAGE = str(Path(fuseopt.__file__).parent)
 # Between the last call inside a `with` and the release of its lock Python delivers no exception, but a trace function
 # can raise. This one has a lock that is not the model's.
-_LEFT_OUT = fuseopt.build.loader.__file__
+_LEFT_OUT = loader.__file__
 
 
 class Interrupted(BaseException):

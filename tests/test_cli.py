@@ -123,6 +123,73 @@ def test_as_a_module():
     assert "Traceback" not in wrong.stderr
 
 
+EARLY = """
+import sys
+from fuseopt.cli import main
+for command in sys.argv[1:]:
+    try:
+        status = main(command.split())
+    except SystemExit as error:
+        status = error.code
+    assert status == (0 if "help" in command else 2), (command, status)
+assert not {"torch", "transformers"} & sys.modules.keys()
+"""
+
+
+def test_wrong_arguments_are_refused_before_torch_is_imported(tmp_path):
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    commands = {
+        "--help": "usage: fuseopt",
+        "plan --help": "usage: fuseopt plan",
+        "plan gpt2 --nothing": "unrecognized arguments: --nothing",
+        "plan gpt2-xxl": "did you mean 'gpt2-xl'?",
+        "bench train --model own/er": "own/er is not in transformers' cache",
+        "verify gpt2 --config fast": "'fast' is neither a file nor a preset",
+        f"report gpt2 --config {broken}": "not valid JSON",
+        "report gpt2 --train": "--train: only --config auto measures",
+        "check none.py": "none.py: no such file",
+        "bench ops --against none.json": "none.json: cannot be read",
+        f"bench show {broken}": "not a result file",
+        "bench generate --batch 2": "--batch: also name a model",
+        "bench generate --lora 2": "--lora: also name a model",
+        "bench low-bit --new 2": "also name a model",
+    }
+    done = subprocess.run([sys.executable, "-c", EARLY, *commands], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for message in commands.values():
+        assert message in done.stdout + done.stderr
+
+
+# Sends itself a signal while torch is imported, where it executes generated code and where it does not.
+IMPORTING = """
+import os, signal, sys
+from importlib.abc import MetaPathFinder
+from fuseopt.cli import main
+class Finder(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch.nn" and sys.argv[1] == "import":
+            os.kill(os.getpid(), int(sys.argv[2]))
+        if name == "torch.nn" and sys.argv[1] == "exec":
+            exec("os.kill(os.getpid(), int(sys.argv[2]))")
+        if name == "torch.nn" and sys.argv[1] == "error":
+            try:
+                os.kill(os.getpid(), int(sys.argv[2]))
+            except KeyboardInterrupt:
+                raise ImportError(name)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Finder())
+sys.exit(main(["plan", "gpt2-tiny"]))
+"""
+
+
+@pytest.mark.parametrize(("where", "number"), [("import", signal.SIGINT), ("exec", signal.SIGTERM), ("error", 2)])
+def test_a_signal_ends_the_import_of_torch_quietly(where, number):
+    command = [sys.executable, "-c", IMPORTING, where, str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", "")
+
+
 def test_version_is_the_packages(capsys):
     with pytest.raises(SystemExit) as raised:
         main(["--version"])

@@ -38,7 +38,7 @@ LAYERS = (
     {"blocks", "training"},
     {"generation", "models", "model_index", "plan", "apply"},
     {"strategies"},
-    {"__init__", "verify", "verify_inputs", "verify_low_bit", "verify_runs", "verify_watch", "auto", "extend"},
+    {"api", "__init__", "verify", "verify_inputs", "verify_low_bit", "verify_runs", "verify_watch", "auto", "extend"},
     {"bench", "cli", "__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -125,7 +125,7 @@ found = {}
 def note(step):
     names = ("transformers", "triton", "torch._dynamo", "torch._inductor")
     found[step] = [name for name in names if name in sys.modules]
-start = time.process_time(); import fuseopt; found["seconds"] = time.process_time() - start
+start = time.process_time(); import fuseopt.api; found["seconds"] = time.process_time() - start
 note("fuseopt")
 found["cuda"] = torch.cuda.is_initialized()
 import fuseopt.ops
@@ -147,6 +147,26 @@ def test_importing_fuseopt_and_its_ops_and_describing_the_machine_is_light():
         if found["seconds"] < 0.3:
             break
     assert found["seconds"] < 0.3
+
+
+# Whatever fuseopt imports lazily under a name that is also a function's: the function stays, whichever comes first.
+LAZY = """
+import sys
+import fuseopt
+assert not {"torch", "transformers"} & sys.modules.keys()
+from fuseopt.plan import Plan
+import fuseopt.report, fuseopt.verify
+for function in (fuseopt.plan, fuseopt.report, fuseopt.verify):
+    assert sys.modules["fuseopt.api"].__dict__[function.__name__] is function
+assert fuseopt.errors is sys.modules["fuseopt.errors"] and fuseopt.Plan is Plan
+assert not hasattr(fuseopt, "never_was") and {*fuseopt.__all__} <= {*dir(fuseopt)}
+for name in fuseopt.__all__:
+    getattr(fuseopt, name)
+"""
+
+
+def test_importing_the_package_imports_no_torch_and_its_functions_stay_functions():
+    subprocess.run([sys.executable, "-c", LAZY], check=True)
 
 
 # What two threads import for their first calls: a step's kernels are compiled in threads.

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import fuseopt
-from fuseopt import apply
+from fuseopt import api, apply
 from fuseopt.modules import FusedGELU, FusedLayerNorm
 from fuseopt.modules.base import fused_class
 from tests import tiny
 from tests.interrupts import interrupted, places
 
-EVERYWHERE = ("apply.py", "__init__.py")
+EVERYWHERE = ("apply.py", "api.py")
 NORMS = {"kernel_fusion": {"custom_cuda_kernels": ["FusedLayerNorm", "FusedNoRepeatNGram"], "jit": False}}
 GELU = {"kernel_fusion": {"custom_cuda_kernels": ["FusedGELU"], "jit": False, "backend": "reference"}}
 
@@ -114,7 +114,7 @@ def test_interrupted_a_transformer_is_wholly_stock_or_wholly_fused():
 
 
 def test_of_two_threads_that_initialize_a_model_one_waits(monkeypatch):
-    model, build_plan = Model(), fuseopt.build_plan
+    model, build_plan = Model(), api.build_plan
     inside, may_go_on = threading.Event(), threading.Event()
     planned = []
 
@@ -124,7 +124,7 @@ def test_of_two_threads_that_initialize_a_model_one_waits(monkeypatch):
         assert may_go_on.wait(10)
         return build_plan(*arguments)
 
-    monkeypatch.setattr(fuseopt, "build_plan", slow_plan)
+    monkeypatch.setattr(api, "build_plan", slow_plan)
     first = threading.Thread(target=fuseopt.initialize, args=(model, NORMS), name="first")
     second = threading.Thread(target=fuseopt.initialize, args=(model, GELU), name="second")
     first.start()
@@ -147,7 +147,7 @@ def test_another_thread_can_initialize_a_model_after_an_interrupt(monkeypatch):
 
     model = Model()
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
-        broken.setattr(fuseopt, "build_plan", interrupt)
+        broken.setattr(api, "build_plan", interrupt)
         fuseopt.initialize(model, NORMS)
     thread = threading.Thread(target=fuseopt.initialize, args=(model, NORMS), daemon=True)
     thread.start()

@@ -12,12 +12,13 @@ from fuseopt import moved_modules, ops
 IMPORTS = """
 import sys, warnings
 warnings.simplefilter("always")
-import fuseopt
+import fuseopt.ops
 before = {name: value for name, value in vars(fuseopt.ops).items() if callable(value)}
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     from fuseopt.ops.decode_linear import is_fast
     import fuseopt.native
+    import fuseopt.build.loader
     assert fuseopt.native.load_all is fuseopt.build.loader.load_all
     from fuseopt import native
     from fuseopt.bench.records import Results

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import fuseopt
-from fuseopt import apply, verify_runs
+from fuseopt import api, apply, verify_runs
 from fuseopt.apply import Applied
 from fuseopt.auto import progress
 from fuseopt.auto.choices import NOTHING, Choice, Choices
@@ -181,7 +180,7 @@ class Search:
     def _built(self, choice: Choice) -> Applied | None:
         """The record that puts the choice into the model. A step that cannot be compiled raises under it."""
         self._forget()
-        apply.apply_plan(self._model, fuseopt._plan_with_libraries(self._model, choice.config))
+        apply.apply_plan(self._model, api.plan_with_libraries(self._model, choice.config))
         apply.be_strict(self._model, True)
         return apply.applied_to(self._model)
 

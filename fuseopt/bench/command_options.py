@@ -6,9 +6,12 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import fuseopt
+from fuseopt.config import Config
+
+if TYPE_CHECKING:
+    import torch
 
 MODEL = "a name (gpt2, gpt2-xl, t5-base, ...), a folder with a config.json, or a model id in transformers' cache"
 CONFIG = 'what to fuse: a preset (inference, training, reference), a JSON file, or JSON text: {"preset": "inference"}'
@@ -234,4 +237,11 @@ def add_show(parser: Any) -> None:
 
 def loaded_configs(sources: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Configs as JSON types, by the file or preset name that the user gave."""
-    return {source: fuseopt.Config.load(source).to_dict() for source in sources}
+    return {source: Config.load(source).to_dict() for source in sources}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that `--dtype` names."""
+    import torch
+
+    return getattr(torch, name)

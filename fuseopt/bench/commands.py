@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fuseopt.bench import command_options, generate_commands
-from fuseopt.bench.command_options import loaded_configs
+from fuseopt.bench.command_options import loaded_configs, torch_dtype
 from fuseopt.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
+
     from fuseopt.bench.harness.records import Results
 
 
@@ -193,7 +193,7 @@ def _train_rows(arguments: argparse.Namespace) -> list[Any]:
 def _bench_forward(arguments: argparse.Namespace) -> int:
     from fuseopt.bench.suites import forward
 
-    dtype = getattr(torch, arguments.dtype)
+    dtype = torch_dtype(arguments.dtype)
     rows = [
         forward.Row(model, batch, arguments.length, dtype, arguments.training)
         for model in arguments.model
@@ -236,12 +236,9 @@ def _bench(arguments: argparse.Namespace, run: Callable[..., Results]) -> int:
     Returns:
         The exit status: 1 if a row is slower than before or raised an exception, else 0.
     """
-    from fuseopt.bench.harness import plot
     from fuseopt.bench.harness.records import Results
     from fuseopt.bench.harness.regressions import compare
 
-    if arguments.plot is not None:
-        plot.check_available()
     earlier = None if arguments.against is None else Results.load(arguments.against)
     results = run(device=device(arguments.device))
     print(results.to_markdown())
@@ -273,8 +270,6 @@ def _bench_tune(arguments: argparse.Namespace) -> int:
 def _bench_show(arguments: argparse.Namespace) -> None:
     from fuseopt.bench.harness.records import Results
 
-    if arguments.plot is not None and len(arguments.files) > 1:
-        raise ConfigError("--plot draws one result file; name one, or write all as a page with --html")
     shown = [Results.load(file) for file in arguments.files]
     if arguments.auto:
         shown = [results.of_auto() for results in shown]
@@ -298,6 +293,13 @@ def draw(results: Results, path: Path | None) -> None:
 
 
 def device(name: str | None) -> torch.device:
+    """The device that `--device` names, or the default.
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
+    import torch
+
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device here")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -8,10 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fuseopt.bench import command_options
-from fuseopt.bench.command_options import loaded_configs
+from fuseopt.bench.command_options import loaded_configs, torch_dtype
 from fuseopt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,23 +66,24 @@ def generate_run(arguments: argparse.Namespace) -> Run:
     Raises:
         ConfigError: options that do not go together.
     """
+    for name, model in (("lora", "gpt2"), ("prefix", "smollm2-360m")):
+        if getattr(arguments, name) and not arguments.model:
+            raise ConfigError(f"--{name}: also name a model, such as --model {model}")
+    others = ("families", "sample", "config", "compile", "first_call", "lora", "prefix")
+    given = [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name)]
+    if arguments.samplings and given:
+        raise ConfigError(f"--samplings: has its own settings; leave out {', '.join(given)}")
+    options = _generate_options(arguments)
+
     from fuseopt.bench.harness.generate_rows import PREFIX_CACHE
     from fuseopt.bench.suites import generate, samplings
 
-    options = _generate_options(arguments)
     if arguments.samplings:
-        others = ("families", "sample", "config", "compile", "first_call", "lora", "prefix")
-        if given := [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name)]:
-            raise ConfigError(f"--samplings: has its own settings; leave out {', '.join(given)}")
         return functools.partial(samplings.run, rows=options["rows"], dtype=options["dtype"])
     if arguments.lora:
-        if not arguments.model:
-            raise ConfigError("--lora: also name a model, such as --model gpt2")
         adapted = [replace(row, lora=arguments.lora) for row in options["rows"]]
         options["rows"] = [replace(row, merged=merged) for row in adapted for merged in (False, True)]
     if arguments.prefix:
-        if not arguments.model:
-            raise ConfigError("--prefix: also name a model, such as --model smollm2-360m")
         options["rows"] = [replace(row, prefix=prefix) for row in options["rows"] for prefix in (0, arguments.prefix)]
         options["configs"] = options["configs"] or {"preset": "inference", "with a prefix cache": PREFIX_CACHE}
     compile = {"compile": arguments.compile, "compile_seconds": arguments.compile_seconds}
@@ -97,15 +96,16 @@ def low_bit_run(arguments: argparse.Namespace) -> Run:
     Raises:
         ConfigError: sizes without a model.
     """
-    from fuseopt.bench.harness.generate_rows import Row
-    from fuseopt.bench.suites import low_bit
-
     sizes = {name: value for name in ("prompt", "new") if (value := getattr(arguments, name)) is not None}
     if not arguments.model and (sizes or arguments.batch):
         raise ConfigError("--batch, --prompt, --new: also name a model, such as --model gpt2")
+
+    from fuseopt.bench.harness.generate_rows import Row
+    from fuseopt.bench.suites import low_bit
+
     options = {
         "rows": [Row(model, batch, **sizes) for model in arguments.model for batch in arguments.batch or [1]],
-        "dtype": arguments.dtype and getattr(torch, arguments.dtype),
+        "dtype": arguments.dtype and torch_dtype(arguments.dtype),
         "configs": loaded_configs(arguments.config) or None,
         **{name: getattr(arguments, name) for name in ("compile", "compile_seconds", "checkpoints")},
     }
@@ -118,15 +118,15 @@ def kernels_run(arguments: argparse.Namespace) -> Run:
     Raises:
         ConfigError: options that do not go together.
     """
+    options = _generate_options(arguments)
+
     from fuseopt.bench.suites import kernels
 
-    return functools.partial(kernels.run, **_generate_options(arguments))
+    return functools.partial(kernels.run, **options)
 
 
 def _generate_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Rows, dtype and configs of `bench generate` and `bench kernels`."""
-    from fuseopt.bench.harness.generate_rows import FAMILY_ROWS, Row
-
     given = {
         name: value
         for name in (*_SIZES, *_SAMPLING, "sample", "eos", "batch")
@@ -138,14 +138,17 @@ def _generate_options(arguments: argparse.Namespace) -> dict[str, Any]:
     sampling = {name: given[name] for name in _SAMPLING if name in given}
     if sampling and not arguments.sample:
         raise ConfigError(f"{', '.join(flags[name] for name in sampling)}: has an effect only with --sample")
+    if arguments.families and arguments.model:
+        raise ConfigError("--families: has its own models; leave out --model")
+
+    from fuseopt.bench.harness.generate_rows import FAMILY_ROWS, Row
+
     sizes: dict[str, Any] = {name: given[name] for name in (*_SIZES, "eos") if name in given}
     if arguments.sample:
         sizes["sampling"] = sampling
-    if arguments.families and arguments.model:
-        raise ConfigError("--families: has its own models; leave out --model")
     named = [Row(model, batch, **sizes) for model in arguments.model for batch in arguments.batch or [1]]
     return {
         "rows": FAMILY_ROWS if arguments.families else named,
-        "dtype": arguments.dtype and getattr(torch, arguments.dtype),
+        "dtype": arguments.dtype and torch_dtype(arguments.dtype),
         "configs": loaded_configs(arguments.config) or None,
     }

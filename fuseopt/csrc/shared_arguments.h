@@ -1,7 +1,10 @@
-// Declarations of the ops that both libraries have kernels for.
+// Declarations of the ops that both libraries have kernels for, and checks that they share.
 #pragma once
 
+#include <algorithm>
+
 #include "arguments.h"
+#include "dtypes.h"
 
 namespace fuseopt::declared {
 
@@ -74,9 +77,12 @@ constexpr Argument kOfLowRank[] = {{"input", kFloats},      {"weights", kFloats}
                                    {"prefetch", kFloats}};
 constexpr auto kDecodeLinearLowRank = arguments("decode_linear_low_rank", kOfLowRank);
 constexpr auto kTakesLowRank = arguments("takes_low_rank", kOfLowRank);
+constexpr Dtypes kOfCaches = kFloats | kOnlyChar | kOnlyByte;
 constexpr auto kDecodeAttention = arguments("decode_attention", {{"query", kFloats},
-                                                                 {"key_cache", kFloats, "query"},
-                                                                 {"value_cache", kFloats, "query"},
+                                                                 {"key_cache", kOfCaches},
+                                                                 {"value_cache", kOfCaches, "key_cache"},
+                                                                 {"key_scales", kOnlyFloat},
+                                                                 {"value_scales", kOnlyFloat},
                                                                  {"lengths", kIntegers},
                                                                  {"starts", kIntegers},
                                                                  {"mask", kOnlyBool},
@@ -84,8 +90,10 @@ constexpr auto kDecodeAttention = arguments("decode_attention", {{"query", kFloa
 constexpr auto kDecodeAttentionInPlace = arguments("decode_attention_", {{"query", kFloats},
                                                                          {"key", kFloats, "query"},
                                                                          {"value", kFloats, "query"},
-                                                                         {"key_cache", kFloats, "query"},
-                                                                         {"value_cache", kFloats, "query"},
+                                                                         {"key_cache", kOfCaches},
+                                                                         {"value_cache", kOfCaches, "key_cache"},
+                                                                         {"key_scales", kOnlyFloat},
+                                                                         {"value_scales", kOnlyFloat},
                                                                          {"positions", kIntegers},
                                                                          {"starts", kIntegers},
                                                                          {"mask", kOnlyBool},
@@ -95,30 +103,36 @@ constexpr auto kDecodeAttentionInPlace = arguments("decode_attention_", {{"query
                                                                          {"row_positions", kIntegers},
                                                                          {"q_norm", kFloats},
                                                                          {"k_norm", kFloats}});
-constexpr auto kQuantizedAttention = arguments("decode_quantized_attention", {{"query", kUpToFloat},
-                                                                              {"key_cache", kOnlyByte},
-                                                                              {"value_cache", kOnlyByte},
-                                                                              {"key_scales", kOnlyFloat},
-                                                                              {"value_scales", kOnlyFloat},
-                                                                              {"lengths", kIntegers},
-                                                                              {"starts", kIntegers},
-                                                                              {"mask", kOnlyBool},
-                                                                              {"bias", kFloats}});
-constexpr auto kQuantizedAttentionInPlace = arguments("decode_quantized_attention_", {{"query", kUpToFloat},
-                                                                                      {"key", kUpToFloat, "query"},
-                                                                                      {"value", kUpToFloat, "query"},
-                                                                                      {"key_cache", kOnlyByte},
-                                                                                      {"value_cache", kOnlyByte},
-                                                                                      {"key_scales", kOnlyFloat},
-                                                                                      {"value_scales", kOnlyFloat},
-                                                                                      {"positions", kIntegers},
-                                                                                      {"starts", kIntegers},
-                                                                                      {"mask", kOnlyBool},
-                                                                                      {"bias", kFloats},
-                                                                                      {"ancestry", kOnlyInt},
-                                                                                      {"rotary", kOnlyFloat},
-                                                                                      {"row_positions", kIntegers},
-                                                                                      {"q_norm", kFloats},
-                                                                                      {"k_norm", kFloats}});
 
 }  // namespace fuseopt::declared
+
+namespace fuseopt {
+
+// Scales of caches of 8 bits, [batch, kv_heads, capacity].
+struct Scales {
+  Tensor keys, values;
+  CacheDType dtype;
+};
+
+// None if there are no scales and the caches have the query's dtype. Caches of e4m3 are passed as uint8.
+inline std::optional<Scales> scales_of(const char* op, const Tensor& query, const Tensor& key_cache,
+                                       const std::optional<Tensor>& keys, const std::optional<Tensor>& values) {
+  const ScalarType type = scalar_type_of(key_cache), of_query = scalar_type_of(query);
+  FUSEOPT_CHECK(keys.has_value() == values.has_value(), "fuseopt::", op, ": key_scales and value_scales belong together");
+  if (!keys.has_value()) {
+    FUSEOPT_CHECK(type == of_query, "fuseopt::", op, ": key_cache must be ", name_of(of_query), " without scales, not ",
+                  name_of(type));
+    return std::nullopt;
+  }
+  FUSEOPT_CHECK(type == ScalarType::Char || type == ScalarType::Byte, "fuseopt::", op,
+                ": key_cache must be int8 or uint8 with scales, not ", name_of(type));
+  FUSEOPT_CHECK(of_query != ScalarType::Double, "fuseopt::", op, ": query must not be float64 with scales");
+  for (const Tensor& of : {*keys, *values}) {
+    const auto own = of.sizes(), of_cache = key_cache.sizes();
+    FUSEOPT_CHECK(of.dim() == 3 && key_cache.dim() == 4 && std::equal(own.begin(), own.end(), of_cache.begin()),
+                  "fuseopt::", op, ": key_scales and value_scales must be [batch, kv_heads, capacity] of the caches");
+  }
+  return Scales{*keys, *values, type == ScalarType::Char ? kInt8 : kFp8};
+}
+
+}  // namespace fuseopt

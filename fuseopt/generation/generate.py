@@ -22,7 +22,7 @@ from fuseopt.generation.engine.device_constants import DeviceConstantCache
 from fuseopt.generation.engine.graphs import StepGraphs
 from fuseopt.generation.engine.low_bit import LowBitWeights
 from fuseopt.generation.engine.parked_weights import fetch_all
-from fuseopt.generation.engine.quantized_cache import CACHE_DTYPES
+from fuseopt.generation.engine.quantised_cache import CACHE_DTYPES
 from fuseopt.generation.families.step_interface import StepName, decode_step_class
 from fuseopt.generation.hf.caching_proxy import CachingModelProxy
 from fuseopt.generation.hf.checked_step import CheckedStep

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
@@ -33,42 +34,49 @@ class LinearOutput:
         self.computed: Tensor | None = None
         self.hooks: OrderedDict[int, Callable] = OrderedDict()
         self._versions = self._versions_now()
-        self._sample = sample(weight).clone() if _has_real_values(weight) else None
+        self._seen = (sample(weight).clone(), _optimizer_steps) if _has_real_values(weight) else None
 
     def _versions_now(self) -> tuple[int, int]:
         return self.input._version, self.weight._version
 
-    def _has_changed(self) -> bool:
-        """Whether input or weight have been written to since: by version, the weight also by sampled values.
+    def _checked_input(self) -> Tensor:
+        """`input`, after a check that nothing has written to it or to the weight since.
 
-        Comparing samples waits for a GPU. Only versions are compared where values cannot be read: under a dispatch
-        mode or a function transform, and while a CUDA graph is captured.
+        Versions are compared, and sampled values of the weight. The host waits for a GPU's values only if an optimizer
+        has stepped since. Otherwise the GPU compares them, and the result is NaN if they differ. Only versions are
+        compared where values cannot be read: under a dispatch mode or a function transform, and while a CUDA graph is
+        captured.
+
+        Raises:
+            RuntimeError: something has written to the input or the weight.
         """
         # While Dynamo traces, version counters are not real, and the graph keeps the order of reads and writes.
         if torch.compiler.is_dynamo_compiling():
-            return False
-        if self._versions != self._versions_now():
-            return True
-        if self._sample is None or not _has_real_values(self.weight):
-            return False
-        return not torch.equal(self._sample, sample(self.weight))
+            return self.input
+        is_same: Tensor | bool = self._versions == self._versions_now()
+        if is_same and self._seen is not None and _has_real_values(self.weight):
+            values, steps = self._seen
+            is_same = (values == sample(self.weight)).all()
+            if _is_asynchronous(self.weight) and steps == _optimizer_steps:
+                return torch.where(is_same, self.input, torch.nan)
+        if is_same:
+            return self.input
+        raise RuntimeError(
+            "these logits were first read after their weight or the hidden states had been modified in place, so they "
+            "can no longer be computed; read them before optimizer.step()"
+        )
 
     def tensor(self) -> Tensor:
-        """The product, [..., classes]. The first read waits for a GPU.
+        """The product, [..., classes].
 
         Raises:
             RuntimeError: input or weight have been modified in place since, as by an optimizer's step.
         """
         if self.computed is None:
-            if self._has_changed():
-                raise RuntimeError(
-                    "these logits were first read after their weight or the hidden states had been modified in place, "
-                    "so they can no longer be computed; read them before optimizer.step()"
-                )
-            dtype = self.input.dtype
-            bias = None if self.bias is None else self.bias.to(dtype)
             with torch.enable_grad(), without_autocast(self.input):
-                self.computed = F.linear(self.input, self.weight.to(dtype), bias)
+                input = self._checked_input()
+                bias = None if self.bias is None else self.bias.to(input.dtype)
+                self.computed = F.linear(input, self.weight.to(input.dtype), bias)
             for hook in self.hooks.values():
                 self.computed.register_hook(hook)
         return self.computed
@@ -104,13 +112,31 @@ def _has_real_values(tensor: Tensor) -> bool:
     )
 
 
+def _is_asynchronous(tensor: Tensor) -> bool:
+    """Whether the host has to wait for the tensor's values."""
+    return tensor.device.type != "cpu"
+
+
+_optimizer_steps = 0  # of all optimizers
+
+
+def _count_step(*of_hook: Any) -> None:
+    global _optimizer_steps
+    if not torch.compiler.is_compiling():  # a compiled step would be compiled again for each count
+        _optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
 class LazyLogits:
     """Stands in for the logits [..., classes] of a training step.
 
     Reading shape, dtype and device computes nothing. `float()`, `contiguous()` and a view as [rows, classes] return
     LazyLogits again. `F.cross_entropy` of these against class indices runs `ops.linear_cross_entropy`. Any other
-    operator, method or torch function computes the tensor, once, and waits for a GPU to check that the weight is as it
-    was; from then on cross-entropy is torch's own, too.
+    operator, method or torch function computes the tensor, once; from then on cross-entropy is torch's own, too. The
+    first read after an optimizer's step raises, and waits for a GPU to find out. On a GPU, logits are NaN if the weight
+    was written to through `weight.data` without such a step.
 
     It is not a `torch.Tensor` to `isinstance`; `tensor()` returns one, and so does a copy or a pickle.
 

@@ -1,8 +1,10 @@
 """The ops: functions on tensors, each with several backends. `fuseopt.ops.registry` lists them."""
 
+import sys
 import warnings
 from typing import Any
 
+from fuseopt import moved_modules
 from fuseopt.ops.add_layer_norm import add_layer_norm
 from fuseopt.ops.add_rms_norm import add_rms_norm
 from fuseopt.ops.cross_entropy import cross_entropy
@@ -20,12 +22,7 @@ from fuseopt.ops.decode.low_rank import decode_linear_low_rank
 from fuseopt.ops.decode.packed_linear import decode_packed_linear
 from fuseopt.ops.decode.prompt_attention import prompt_attention_
 from fuseopt.ops.decode.qkv_attention import decode_qkv_attention_
-from fuseopt.ops.decode.quantized_attention import (
-    decode_quantized_attention,
-    decode_quantized_attention_,
-    dequantize_heads,
-    quantize_heads,
-)
+from fuseopt.ops.decode.quantized_heads import dequantize_heads, quantize_heads
 from fuseopt.ops.decode.rotary_store import decode_rotary_store_
 from fuseopt.ops.decode.sample import SamplingFilters, decode_sample_, filter_scores
 from fuseopt.ops.decode.select import decode_select_
@@ -70,8 +67,6 @@ __all__ = [
     "decode_low_bit_linear",
     "decode_packed_linear",
     "decode_qkv_attention_",
-    "decode_quantized_attention",
-    "decode_quantized_attention_",
     "decode_rotary_store_",
     "decode_sample_",
     "decode_select_",
@@ -110,3 +105,6 @@ def decode_linear_addends(*arguments: Any, overlap: bool = False, ahead: Any = (
     """`decode_linear_partials`, under the names of earlier versions."""
     warnings.warn("decode_linear_addends is called decode_linear_partials", DeprecationWarning, stacklevel=2)
     return decode_linear_partials(*arguments, pdl=overlap, prefetch=ahead, **options)
+
+
+moved_modules.keep_functions(sys.modules[__name__])

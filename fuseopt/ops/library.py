@@ -135,7 +135,8 @@ def _counting_versions_up(op: OpOverload) -> Callable:
             result = op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments, **named)
         for index in written:
             changed = arguments[index]
-            increment_version(changed if isinstance(changed, list) else (changed,))
+            if changed is not None:
+                increment_version(changed if isinstance(changed, list) else (changed,))
         return result
 
     return run

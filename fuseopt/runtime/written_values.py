@@ -7,28 +7,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_MOST = 16
-_LEAST_OF_EACH = 64
+_LEAST = 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def sample(matrix: Tensor) -> Tensor:
-    """View of up to 16 x 16 evenly spaced values, as integers of their size, so that NaN equals itself.
+def sample(tensor: Tensor) -> Tensor:
+    """View of at least 64 values, or all if there are fewer, as integers of their size, so that NaN equals itself.
 
     Such samples show writes that leave a tensor's version as it is: those of PyTorch's fused optimizers, and those
     through `tensor.data`, as peft's merge of adapters.
 
     Args:
-        matrix: [any, any], of any strides and device, with elements of 1, 2, 4 or 8 bytes.
+        tensor: of any shape, strides and device, with elements of 1, 2, 4 or 8 bytes.
     """
-    steps = [max(-(-size // _MOST), 1) for size in matrix.shape]
-    size = [-(-size // step) for size, step in zip(matrix.shape, steps, strict=True)]
-    stride = [stride * step for stride, step in zip(matrix.stride(), steps, strict=True)]
-    return matrix.detach().as_strided(size, stride).view(_INTEGERS[matrix.itemsize])
+    return tensor.detach().as_strided(*_spacing(tensor)).view(_INTEGERS[tensor.itemsize])
 
 
 class Samples:
-    """Samples of several tensors on one device: at least 64 values of each, or all if it has fewer.
+    """The values that `sample` takes, of several tensors on one device, which are read together.
 
     Args:
         tensors: of any shapes and dtypes, which must not change. The tensors are referenced.
@@ -51,7 +47,7 @@ class Samples:
 def _spacing(tensor: Tensor) -> tuple[tuple[int], tuple[int]]:
     """Size and stride of a sample that is spread over the rows and the columns of a tensor's memory."""
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    row, step = max(tensor.stride(), default=1), max(length // _LEAST_OF_EACH, 1)
+    row, step = max(tensor.stride(), default=1), max(length // _LEAST, 1)
     if step >= row:
         # The step is a part of a row by the golden ratio, so that samples are not all in the same columns.
         step = (step // row - 1) * row + max(int(row * 0.618), 1)

@@ -10,13 +10,14 @@ from torch import nn
 from fuseopt.build import loader
 from fuseopt.config import Config, GenerationOptions
 from fuseopt.generation.engine.low_bit import packs_on
-from fuseopt.generation.engine.quantized_cache import no_8_bit_cache_reason
+from fuseopt.generation.engine.quantised_cache import no_8_bit_cache_reason
 from fuseopt.generation.families.step_interface import DecodeStep, StepName, decode_step_class, registered_step
 from fuseopt.model_index import ModelIndex
 from fuseopt.models import ModelPolicy, full_name
 from fuseopt.modules import lora, quantised
 from fuseopt.modules.children import unexpected_modules
 from fuseopt.ops import registry
+from fuseopt.ops.decode.quantized_heads import OP
 from fuseopt.plan import Replacement, Skip
 from fuseopt.runtime.module_watch import modules_below
 from fuseopt.strategies.context import BackendChoice, ProposalContext, generating_site
@@ -60,28 +61,34 @@ class GenerationStrategy:
         adapted = {path: module for path, module in model.named_modules() if lora.is_lora_linear(module)}
         around = (f"{path} {why}" for path, module in adapted.items() if (why := quantised.reason_against(module)))
         notes, options = [lora.described(adapted, next(around, None))] if adapted else [], config.generation
-        notes += [*_weight_notes(index, model, step, options), *_cache_notes(index, step, options)]
+        notes += [*_weight_notes(index, model, step, options), *_cache_notes(index, model, step, options)]
         notes += _prefix_notes(index, model, step, options)
         reason = "; ".join((_REASON, *notes))
         yield context.replacement((site,), "GenerationMixin", _TARGET, reason, build)
 
 
-def _cache_notes(index: ModelIndex, step: StepName, options: GenerationOptions) -> Iterator[str]:
+def _cache_notes(index: ModelIndex, model: nn.Module, step: StepName, options: GenerationOptions) -> Iterator[str]:
     """Whether keys and values are kept in 8 bits, or why not."""
     if options.cache_dtype is None:
         return
-    step_class = decode_step_class(step)
-    reason = next(filter(None, map(no_8_bit_cache_reason, index.devices)), None)
-    if not step_class.takes_quantised_cache:
-        reason = f"{step_class.__name__} takes none in 8 bits"
+    reason = _plain_cache_reason(index, model, decode_step_class(step))
     if reason is not None:
         yield f"keys and values stay in the model's dtype: {reason}"
         return
     yield f"keys and values in {options.cache_dtype}"
-    attention, devices = registry.get("decode_quantized_attention"), (d for d in index.devices if d.type != "meta")
+    attention, devices = registry.get(OP), (d for d in index.devices if d.type != "meta")
     for choice in (attention.choose("auto", device, [index.dtype], may_build=True) for device in devices):
         if choice.backend == "reference":
             yield f"each step dequantises them in PyTorch, which is slow: {'; '.join(choice.refused['cpu'])}"
+
+
+def _plain_cache_reason(index: ModelIndex, model: nn.Module, step_class: type[DecodeStep]) -> str | None:
+    """Why keys and values stay in the model's dtype; None if they can have 8 bits."""
+    if not step_class.takes_quantised_cache:
+        return f"{step_class.__name__} takes none in 8 bits"
+    head_dim = step_class.head_dim_of(model)
+    reasons = (no_8_bit_cache_reason(device, index.dtype, head_dim) for device in index.devices)
+    return next(filter(None, reasons), None)
 
 
 def _weight_notes(index: ModelIndex, model: nn.Module, step: StepName, options: GenerationOptions) -> Iterator[str]:
@@ -146,7 +153,7 @@ def _prefix_notes(index: ModelIndex, model: nn.Module, step: StepName, options: 
         yield "no prefix cache: each token of an encoder's output depends on all of its input"
     elif not step_class.takes_prefix:
         yield f"no prefix cache: {step_class.__name__} always runs prompts from their first token"
-    elif options.cache_dtype is not None and not any(map(no_8_bit_cache_reason, index.devices)):
+    elif options.cache_dtype is not None and _plain_cache_reason(index, model, step_class) is None:
         yield "no prefix cache: a prompt attends to its keys and values before they are rounded to 8 bits"
     else:
         yield f"prefix cache of {options.prefix_cache_mib} MiB"

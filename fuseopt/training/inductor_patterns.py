@@ -3,22 +3,27 @@
 The patterns replace written-out attention, softmax and losses by kernels, and pad products of unaligned sizes.
 Searching for them takes seconds of a first step, and a step of fused kernels contains none. The patterns also merge
 nested views and casts, which cost nothing if left unmerged.
+
+A padded product is sliced, so its result has other strides than before. torch (2.11 to 2.13) leaves views of it with
+their old fake values. If such a view is kept for the backward of a step with symbolic sizes, torch then compiles the
+backward for the strides of the first batch, and the next batch fails. `_follow_strides` corrects those fake values.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fuseopt.training.code_key import code_key
-from fuseopt.training.graph_nodes import is_tensor
+from fuseopt.training.graph_nodes import RESHAPES, is_tensor, is_view_or_constant
 
 aten = torch.ops.aten
 
@@ -44,12 +49,18 @@ def only_where_useful() -> Iterator[None]:
         yield
         return
     with contextlib.ExitStack() as skipped:
+        searched: set[fx.Node] = set()
 
         def before(graph: fx.Graph) -> None:
-            if not _may_match(graph):
+            searched.clear()
+            if _may_match(graph):
+                searched.update(graph.nodes)
+            else:
                 skipped.enter_context(inductor_config.patch(pattern_matcher=False))
 
         def after(graph: fx.Graph) -> None:
+            if searched:
+                _follow_strides(graph, searched)
             skipped.close()
 
         with inductor_config.patch(dict(zip(PLACES, (_Pass(before), _Pass(after)), strict=True))):
@@ -73,6 +84,22 @@ def _may_match(graph: fx.Graph) -> bool:
     return len(devices) > 1 or any(
         node.target in _PATTERN_NODES or (node.target in _PRODUCTS and not _is_aligned(node)) for node in graph.nodes
     )
+
+
+def _follow_strides(graph: fx.Graph, unchanged: Container[fx.Node]) -> None:
+    """Corrects the fake values of views of nodes that are not in `unchanged`, and of views of those views."""
+    corrected: set[fx.Node] = set()
+    for node in graph.nodes:
+        viewed = next(iter(node.all_input_nodes), None)
+        if viewed is None or not (is_tensor(node) and is_tensor(viewed) and is_view_or_constant(node)):
+            continue
+        if viewed in corrected or viewed not in unchanged:
+            # A view that these strides do not allow is a copy, as from `reshape`.
+            op = aten.reshape.default if node.target in RESHAPES else node.target
+            given = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+            with enable_python_dispatcher():
+                node.meta["val"] = op(*given[0], **given[1])
+            corrected.add(node)
 
 
 def _is_aligned(product: fx.Node) -> bool:

@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from fuseopt import ops
 from fuseopt.modules import FusedLinearCrossEntropy
 from fuseopt.modules.lazy_logits import LazyLogits
+from fuseopt.ops.library import Observer
 
 pytestmark = pytest.mark.usefixtures("each_device")
 
@@ -149,8 +150,18 @@ def test_logits_not_looked_at_before_the_weight_changed_are_refused():
         late.argmax(-1)
 
 
+@pytest.fixture(params=[False, True], ids=["values at once", "values later"])
+def waits(request, monkeypatch, each_device):
+    """Whether the host waits for values of the head's device: a CPU stands for such a device, too."""
+    if each_device.type == "cpu":
+        monkeypatch.setattr("fuseopt.modules.lazy_logits._is_asynchronous", lambda tensor: request.param)
+    elif not request.param:
+        pytest.skip("the host waits for a GPU")
+    return request.param
+
+
 @pytest.mark.parametrize("writes", ["fused", "data"])
-def test_a_write_that_changes_no_version_is_seen(writes):
+def test_a_write_that_changes_no_version_is_seen(writes, waits):
     _, fused = heads()
     input, target = inputs()
     logits = fused(input)
@@ -161,8 +172,40 @@ def test_a_write_that_changes_no_version_is_seen(writes):
     else:
         fused.weight.data += 1e-5
     assert fused.weight._version == before and logits.output.computed is None
+    if waits and writes == "data":
+        assert logits.isnan().all()
+        return
     with pytest.raises(RuntimeError, match=r"read them before optimizer.step\(\)"):
         logits.argmax(-1)
+
+
+class Reads(Observer):
+    """Counts the values that the host reads."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        return func(*args, **kwargs or {})
+
+
+def test_a_read_waits_for_the_device_only_after_an_optimizer_s_step(waits):
+    source, fused = heads()
+    input, _ = inputs()
+    other = torch.optim.SGD([torch.zeros(1, device=input.device, requires_grad=True)])
+    expected = source(input)
+    for is_after_a_step in (False, True, False):
+        logits = fused(input)
+        if is_after_a_step:
+            other.step()
+        with Reads() as reads:
+            found = logits + 0
+        assert reads.count == (is_after_a_step or not waits)
+        torch.testing.assert_close(found, expected)
+        weights = torch.randn_like(found)
+        leaves = [input, source.weight]
+        grads = (torch.autograd.grad(each, leaves, weights, retain_graph=True) for each in (found, expected))
+        torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("made", ["in the mode", "before it"])

@@ -63,6 +63,7 @@ class Call(NamedTuple):
             for declared, argument in zip(self.op._schema.arguments, arguments, strict=False)
             if declared.is_write
             for tensor in tree_flatten(argument)[0]
+            if tensor is not None
         ]
         returned = [] if output is None or isinstance(output, bool) else results(output)
         return [tensor.detach() for tensor in (*returned, *written)]
@@ -144,14 +145,13 @@ def further_calls(target: Target, calls: dict[OpOverload, list[Call]]) -> Iterat
     ancestry = torch.zeros(2, 9, dtype=torch.int32, device=device)
     rotation = HeadRotation(torch.zeros(4, 8, device=device), torch.zeros_like(ids[:, 0]), q_norm=bias.new_ones(8))
     yield lambda: raw.decode_attention_(
-        query, key, value, cache[0], cache[1], position, None, kept, bias, ancestry, 1.0, *rotation, 0, 0.0, False
+        query, key, value, *cache, None, None, position, None, kept, bias, ancestry, 1.0, *rotation, 0, 0.0, False
     )
-    if target.backend == "cpu":
-        elements, scales = ops.quantize_heads(cache, torch.int8)
-        caches = [part.view(torch.uint8) if part.dtype == torch.int8 else part for part in (*elements, *scales)]
-        yield lambda: raw.decode_quantized_attention_(
-            query, key, value, *caches, position, None, kept, bias, ancestry, 1.0, *rotation, 0, 0.0, False, False
-        )
+    halves, without_norm = torch.randn(3, 2, 3, 16, device=device).bfloat16(), rotation._replace(q_norm=None)
+    elements, scales = ops.quantize_heads(torch.randn(2, 2, 3, 9, 16, device=device), torch.int8)
+    yield lambda: raw.decode_attention_(
+        *halves, *elements, *scales, position, None, kept, bias, ancestry, 1.0, *without_norm, 0, 0.0, False
+    )
     if target.backend == "cuda":
         low_rank = [torch.randn(s, device=device).bfloat16() for s in ((2, 64), (40, 64), (8, 64), (40, 8))]
         exchange = torch.zeros(exchange_size(low_rank[2]), dtype=torch.int64, device=device)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fuseopt.runtime.written_values import Samples
+from fuseopt.runtime.written_values import Samples, sample
 
 
 @pytest.mark.parametrize("shape", [(3,), (700,), (40, 64), (2048, 3), (5, 6, 7), (0, 4), ()])
@@ -19,9 +19,12 @@ def test_a_write_through_data_is_seen(shape, dtype):
     samples = Samples(tensors)
     before = samples.read()
     assert samples.read() == before
+    assert all(torch.equal(sample(tensor), sample(tensor)) for tensor in tensors)  # NaN too
     for tensor in tensors:
         version = tensor._version
+        value = sample(tensor).clone()
         tensor.data.copy_(torch.randn(tensor.shape) * 9)
+        assert torch.equal(sample(tensor), value) == (tensor.numel() == 0)
         assert tensor._version == version
         assert (samples.read() != before) == (tensor.numel() > 0)
         before = samples.read()

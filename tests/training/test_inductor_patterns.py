@@ -1,15 +1,17 @@
 """Inductor looks for its patterns in joint graphs where there may be some, and in all that comes after these."""
 
+import functools
+
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.fx_passes import joint_graph
+from torch._inductor.fx_passes import joint_graph, pad_mm
 
 import fuseopt
 from fuseopt.errors import CompileError
-from fuseopt.training import inductor_patterns
+from fuseopt.training import inductor_patterns, partitioner
 from tests.training.graphs import traced
 
 aten = torch.ops.aten
@@ -55,6 +57,56 @@ def looks(graph):
 )
 def test_what_may_hold_patterns(graph, expected):
     assert looks(graph) == expected
+
+
+def test_views_of_a_padded_product_have_its_strides():
+    def function(call, left, right):
+        head = call(aten.view.default, call(aten.mm.default, left, right), [2, 8, 61])
+        return (
+            call(aten.permute.default, head, [1, 0, 2]),
+            call(aten.view.default, head, [-1]),
+            call(aten.sin.default, head),
+        )
+
+    graph = traced(function, [16, 8], [8, 61], device="meta")
+    left, right, product, head, turned, flat, sine, _ = graph.nodes
+    with inductor_patterns.only_where_useful():
+        before, after = (getattr(inductor_config, place) for place in inductor_patterns.PLACES)
+        before(graph)
+        with graph.inserting_before(product):
+            padded = graph.call_function(aten.constant_pad_nd.default, (right, [0, 3]))
+            wide = graph.call_function(aten.mm.default, (left, padded))
+            narrow = graph.call_function(aten.slice.Tensor, (wide, 1, 0, -3))
+        for node in (padded, wide, narrow):
+            given = fx.node.map_arg(node.args, lambda argument: argument.meta["val"])
+            node.meta["val"] = node.target(*given)
+        product.replace_all_uses_with(narrow)
+        graph.erase_node(product)
+        after(graph)
+    assert head.meta["val"].stride() == (512, 64, 1) and turned.meta["val"].stride() == (64, 512, 1)
+    # Not views of it: a copy, and a result.
+    assert flat.meta["val"].stride() == (1,) and sine.meta["val"].stride() == (488, 61, 1)
+
+
+@pytest.mark.slow  # Inductor's C++ for two sizes
+def test_steps_of_any_size_with_a_padded_product_that_is_kept(monkeypatch):
+    class Head(nn.Linear):
+        def forward(self, x, labels):
+            logits = super().forward(x)
+            return nn.functional.cross_entropy(logits.float().view(-1, 61), labels.view(-1)), logits
+
+    monkeypatch.setattr(pad_mm, "check_device", lambda left, right: True)
+    monkeypatch.setattr(pad_mm, "has_triton", lambda: True)
+    torch._dynamo.reset()
+    head = Head(16, 61, bias=False).bfloat16()
+    compiled = torch.compile(head, backend=functools.partial(partitioner.compile_graph, backend="inductor", budget=1.0))
+    with inductor_config.patch(force_shape_pad=True), torch.compiler.config.patch(force_disable_caches=True):
+        for size in [(64, 16), (8, 128), (3, 77), (1, 9)]:
+            x, labels = torch.randn(*size, 16).bfloat16(), torch.randint(61, size)
+            loss, logits = compiled(x, labels)
+            assert logits.stride()[1:] == (64, 1), "the product is padded"
+            found, expected = (torch.autograd.grad(each, head.weight) for each in (loss, head(x, labels)[0]))
+            torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)
 
 
 class Block(nn.Module):

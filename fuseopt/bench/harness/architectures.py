@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,11 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from fuseopt.bench.harness.model_names import config_folder
 from fuseopt.bench.harness.sizes import ARCHITECTURES
-from fuseopt.config_checks import in_lines, nearest
 from fuseopt.errors import ConfigError
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_MODEL_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {"t5": {"decoder_start_token_id": 0}}
 # Names of dropout rates in the configs of the families.
 _DROPOUT_RATES = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout_rate", "attention_dropout", "hidden_dropout")
@@ -41,37 +39,11 @@ def load_config(source: str, **overrides: Any) -> PreTrainedConfig:
     if source in ARCHITECTURES:
         model_type, sizes = ARCHITECTURES[source]
         return AutoConfig.for_model(model_type, **{**_DEFAULTS.get(model_type, {}), **sizes, **overrides})
-    is_folder = (Path(source) / "config.json").is_file()
-    if not is_folder and not _MODEL_ID.fullmatch(source):
-        hint = nearest(source, ARCHITECTURES)
-        raise ConfigError(
-            f"{source!r} is neither a folder with a config.json, nor a model id (owner/name), nor a name that fuseopt "
-            f"knows; {hint}names:\n{in_lines(ARCHITECTURES)}"
-        )
+    folder = config_folder(source)
     try:
-        folder = Path(source) if is_folder else _cached_folder(source)
         return AutoConfig.from_pretrained(folder, local_files_only=True, **overrides)
     except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"the config.json of {source}: transformers cannot read it: {error}") from error
-
-
-def _cached_folder(model_id: str) -> Path:
-    """The folder of transformers' cache that has a model's config; `from_pretrained` of an id opens connections.
-
-    Raises:
-        ConfigError: the config is not in the cache.
-    """
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(model_id, "config.json")
-    if not isinstance(found, str):
-        raise ConfigError(
-            f"the config.json of {model_id} is not in transformers' cache, and fuseopt downloads nothing; run "
-            f"`hf download {model_id} config.json`, or give a folder that has one"
-        )
-    return Path(found).parent
 
 
 def weightless(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
@@ -103,6 +75,23 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype, **override
             else:
                 parameter.fill_(1.0 if path.endswith("weight") else 0.0)
     return model.eval()
+
+
+def random_inputs(model: PreTrainedModel, batch: int, length: int, new: int | None) -> dict[str, torch.Tensor]:
+    """Random token ids [batch, length], the same in every run, and a mask of ones.
+
+    Raises:
+        ConfigError: the model's table of positions ends before `length` and `new` tokens.
+    """
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tables = {module.num_embeddings for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    # The first two rows of OPT's and BART's tables are no positions.
+    if isinstance(most, int) and tables & {most, most + 2} and length + (new or 0) > most:
+        asked = f"{length} tokens" + (f" and {new} new ones" if new else "")
+        raise ConfigError(f"--length: {asked} are more than the {most} positions of {type(model).__name__}")
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(1, vocabulary, (batch, length), generator=torch.Generator().manual_seed(0)).to(model.device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def has_weights(folder: Path) -> bool:

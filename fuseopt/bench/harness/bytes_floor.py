@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fuseopt.runtime.timer import time_in_turns, work_seconds
+from fuseopt.verify_low_bit import fused_generate
 
 # Decoder layers that run once per call, over the encoder's output.
 _ONCE_A_CALL = tuple(
@@ -16,6 +17,8 @@ _ONCE_A_CALL = tuple(
     for attention, parts in (("EncDecAttention", "kv"), ("encoder_attn", ("k_proj", "v_proj")))
     for part in parts
 )
+
+_SCALE_BYTES = 4
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -34,6 +37,7 @@ def cache_bytes(model: nn.Module, batch: int, beams: int, prompt: int, new: int)
     """Bytes of the keys and values that a step reads, averaged over `new` steps.
 
     Args:
+        model: stock, or one whose generate() has run; its config may keep keys and values in 8 bits.
         prompt: tokens per row. All beams share the keys and values of an encoder's prompt.
     """
     config = model.config.get_text_config(decoder=True)
@@ -43,7 +47,10 @@ def cache_bytes(model: nn.Module, batch: int, beams: int, prompt: int, new: int)
     head_dim = getattr(config, "d_kv", None) or getattr(config, "head_dim", None) or width
     own, shared = batch * beams * new // 2, batch * prompt
     tokens = own + (shared if model.config.is_encoder_decoder else shared * beams)
-    return 2 * layers * heads * head_dim * model.dtype.itemsize * tokens
+    generate = fused_generate(model)
+    has_8_bits = generate is not None and generate.cache_dtype
+    a_vector = head_dim + _SCALE_BYTES if has_8_bits else head_dim * model.dtype.itemsize
+    return 2 * layers * heads * a_vector * tokens
 
 
 def read_bandwidth(device: torch.device) -> float:

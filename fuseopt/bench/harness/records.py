@@ -9,11 +9,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fuseopt.bench.harness import machine
 from fuseopt.errors import ConfigError
-from fuseopt.runtime.timer import Timing
+
+if TYPE_CHECKING:
+    from fuseopt.runtime.timer import Timing
 
 _LONGEST_NAME = 100  # in a table
 
@@ -135,6 +136,8 @@ class Results:
     @classmethod
     def measured_here(cls, benchmark: str, rows: Sequence[Record], unit: str = "ms") -> Results:
         """Results measured today, on this machine and checkout."""
+        from fuseopt.bench.harness import machine
+
         today = datetime.date.today().isoformat()
         return cls(benchmark, machine.machine(), machine.versions(), today, machine.commit(), tuple(rows), unit)
 

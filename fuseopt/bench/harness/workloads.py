@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessor
 
-import fuseopt
-from fuseopt import apply
+from fuseopt import api, apply
 from fuseopt.bench.harness import progress
 from fuseopt.bench.harness.records import FAILED, STOCK
 from fuseopt.build import loader
@@ -130,10 +129,10 @@ def fuse(model: nn.Module, name: str, config: FusionConfig) -> tuple[str, str | 
         # A config that replaces nothing is shown as a row with the reason.
         warnings.simplefilter("ignore", category=UserWarning)
         # Without the line that `initialize` logs, which would break the progress bar.
-        fuseopt._initialize(model, config, strict=False)
+        api.initialize_silently(model, config, strict=False)
     # Without strict, a step that cannot be compiled would silently time the stock forward.
     apply.be_strict(model, True)
-    report = fuseopt.report(model)
+    report = api.report(model)
     backends = {row.backend for row in report.replaced if row.backend}
     return (_label(name, backends), None) if report.replaced else (name, "; ".join(report.unmet))
 

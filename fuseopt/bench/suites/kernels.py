@@ -33,6 +33,7 @@ _WARM_UP = 3
 _READING = ("decode_linear", "decode_softmax_linear", "decode_attention", "decode_qkv_attention")
 # Ops that run the kernels of another op, and are counted as calls of it.
 _BY_KERNELS_OF = dict.fromkeys(("decode_linear_partials", "decode_linear_of_sum"), "decode_linear")
+_CACHES = ("key_cache", "value_cache", "key_scales", "value_scales")
 _LAST = ("decode_select", "decode_sample", "decode_beams")
 # An op that runs the kernels of two ops, with the arguments that the first one reads.
 _HEAD, _OF_HEAD = "decode_head_select", ("input", "split_k_partials", "weight", "norm_weight", "norm_bias")
@@ -140,7 +141,7 @@ class Reads(Observer):
         if op not in _READING:
             return None
         arguments.pop("prefetch", None)  # weights of other layers
-        caches = [arguments.pop(name) for name in ("key_cache", "value_cache") if name in arguments]
+        caches = [arguments.pop(name) for name in _CACHES if arguments.get(name) is not None]
         filled = int(arguments["lengths"].max()) if "lengths" in arguments else self.filled
         others = tree_leaves(list(arguments.values()))
         tensors = [*(cache[:, :, :filled] for cache in caches), *others]

@@ -173,14 +173,14 @@ class _Times:
         row, models = self.ways.row, self.ways.models
         stock = models[STOCK]
         assert isinstance(stock, nn.Module)
-        cache = cache_bytes(stock, row.batch, row.beams, row.prompt, row.new)
         for record in against_stock(self, self.ways.device):
             model = models.get(record.variant.removesuffix(f", {STATIC}"), stock)
             if record.milliseconds is None or isinstance(model, str):
                 yield record
                 continue
             quantised, unquantised = _quantised_bytes(model)
-            read = weight_bytes(stock) - unquantised + quantised + cache
+            read = weight_bytes(stock) - unquantised + quantised
+            read += cache_bytes(model, row.batch, row.beams, row.prompt, row.new)
             is_torchao = record.variant.startswith(tuple(TORCHAO))
             yield replace(
                 record,

@@ -43,7 +43,4 @@ STABLE_TORCH_LIBRARY_IMPL(fuseopt, CPU, m) {
   m.impl("decode_low_bit_linear", TORCH_BOX((checked<decode_low_bit_linear, declared::kDecodeLowBitLinear>)));
   m.impl("decode_attention", TORCH_BOX((checked<decode_attention, declared::kDecodeAttention>)));
   m.impl("decode_attention_", TORCH_BOX((checked<decode_attention_, declared::kDecodeAttentionInPlace>)));
-  m.impl("decode_quantized_attention", TORCH_BOX((checked<decode_quantized_attention, declared::kQuantizedAttention>)));
-  m.impl("decode_quantized_attention_",
-         TORCH_BOX((checked<decode_quantized_attention_, declared::kQuantizedAttentionInPlace>)));
 }

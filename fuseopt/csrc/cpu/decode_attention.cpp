@@ -6,6 +6,7 @@
 #include "check.h"
 #include "cpu/decode_kernels.h"
 #include "cpu/ops.h"
+#include "shared_arguments.h"
 
 namespace fuseopt {
 namespace {
@@ -111,18 +112,12 @@ struct Update {
   double softcap;
 };
 
-/// Scales of caches of 8 bits, [batch, kv_heads, capacity] float32.
-struct Scales {
-  Tensor keys, values;
-  CacheDType dtype;
-};
-
 uint8_t rounded_to(CacheDType type, float x) {
   if (type == kInt8) return static_cast<uint8_t>(static_cast<int8_t>(std::nearbyint(x)));
   return c10::Float8_e4m3fn(x).x;
 }
 
-/// `quantize_heads` of fuseopt/ops/decode/quantized_attention.py for one vector; returns its scale.
+/// `quantize_heads` of fuseopt/ops/decode/quantized_heads.py for one vector; returns its scale.
 float quantize(const float* vector, int64_t n, CacheDType type, uint8_t* elements) {
   const float most = type == kInt8 ? 127.0f : 448.0f;
   float largest = 0;
@@ -229,9 +224,9 @@ void attend_to(const Tensor& query, const Tensor& keys, const Tensor& values, co
 }
 
 Tensor attend(const char* op, const Tensor& query, const std::optional<Update>& update, const Tensor& key_cache,
-              const Tensor& value_cache, const Tensor& lengths, const std::optional<Tensor>& starts,
-              const std::optional<Tensor>& mask, const std::optional<Tensor>& bias, double scale,
-              std::optional<Scales> scales = std::nullopt) {
+              const Tensor& value_cache, std::optional<Scales> scales, const Tensor& lengths,
+              const std::optional<Tensor>& starts, const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
+              double scale) {
   FUSEOPT_CHECK(query.dim() == 3 && key_cache.dim() == 4, "fuseopt::", op,
                 ": query must be [rows, heads, head_dim], the caches [batch, kv_heads, capacity, head_dim]");
   const int64_t rows = query.size(0), heads = query.size(1), head_dim = query.size(2);
@@ -250,7 +245,6 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<Update>& 
   if (update && update->ancestry) check_sizes(op, "ancestry", *update->ancestry, {rows, capacity});
   if (scales) {
     for (const Tensor& part : {scales->keys, scales->values}) {
-      check_sizes(op, "key_scales or value_scales", part, {items, kv_heads, capacity});
       FUSEOPT_CHECK(!update || part.is_contiguous(), "fuseopt::", op, ": scales that are written to must be contiguous");
     }
     scales = Scales{packed(scales->keys), packed(scales->values), scales->dtype};
@@ -286,48 +280,28 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<Update>& 
 
 }  // namespace
 
-Tensor decode_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& lengths,
-                        const std::optional<Tensor>& starts, const std::optional<Tensor>& mask,
+Tensor decode_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                        const std::optional<Tensor>& key_scales, const std::optional<Tensor>& value_scales,
+                        const Tensor& lengths, const std::optional<Tensor>& starts, const std::optional<Tensor>& mask,
                         const std::optional<Tensor>& bias, double scale, bool) {
-  return attend("decode_attention", query, std::nullopt, key_cache, value_cache, lengths, starts, mask, bias,
-                scale);
+  constexpr const char* op = "decode_attention";
+  const auto scales = scales_of(op, query, key_cache, key_scales, value_scales);
+  return attend(op, query, std::nullopt, key_cache, value_cache, scales, lengths, starts, mask, bias, scale);
 }
 
 Tensor decode_attention_(const Tensor& query, const Tensor& key, const Tensor& value, Tensor key_cache,
-                         Tensor value_cache, const Tensor& positions, const std::optional<Tensor>& starts,
-                         const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
-                         const std::optional<Tensor>& ancestry, double scale, const std::optional<Tensor>& rotary,
-                         const std::optional<Tensor>& row_positions, bool interleaved,
-                         const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm, double norm_eps,
-                         double norm_offset, int64_t window, double softcap, bool) {
+                         Tensor value_cache, const std::optional<Tensor>& key_scales,
+                         const std::optional<Tensor>& value_scales, const Tensor& positions,
+                         const std::optional<Tensor>& starts, const std::optional<Tensor>& mask,
+                         const std::optional<Tensor>& bias, const std::optional<Tensor>& ancestry, double scale,
+                         const std::optional<Tensor>& rotary, const std::optional<Tensor>& row_positions,
+                         bool interleaved, const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm,
+                         double norm_eps, double norm_offset, int64_t window, double softcap, bool) {
+  constexpr const char* op = "decode_attention_";
   const HeadRotation rotation{rotary, row_positions, q_norm, k_norm, interleaved, norm_eps, norm_offset};
   const Update update{key, value, ancestry, rotation, window, softcap};
-  return attend("decode_attention_", query, update, key_cache, value_cache, positions, starts, mask, bias, scale);
-}
-
-Tensor decode_quantized_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
-                                  const Tensor& key_scales, const Tensor& value_scales, const Tensor& lengths,
-                                  const std::optional<Tensor>& starts, const std::optional<Tensor>& mask,
-                                  const std::optional<Tensor>& bias, double scale, bool is_fp8, bool) {
-  const Scales scales{key_scales, value_scales, is_fp8 ? kFp8 : kInt8};
-  return attend("decode_quantized_attention", query, std::nullopt, key_cache, value_cache, lengths, starts, mask, bias,
-                scale, scales);
-}
-
-Tensor decode_quantized_attention_(const Tensor& query, const Tensor& key, const Tensor& value, Tensor key_cache,
-                                   Tensor value_cache, Tensor key_scales, Tensor value_scales, const Tensor& positions,
-                                   const std::optional<Tensor>& starts, const std::optional<Tensor>& mask,
-                                   const std::optional<Tensor>& bias, const std::optional<Tensor>& ancestry,
-                                   double scale, const std::optional<Tensor>& rotary,
-                                   const std::optional<Tensor>& row_positions, bool interleaved,
-                                   const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm,
-                                   double norm_eps, double norm_offset, int64_t window, double softcap, bool is_fp8,
-                                   bool) {
-  const HeadRotation rotation{rotary, row_positions, q_norm, k_norm, interleaved, norm_eps, norm_offset};
-  const Update update{key, value, ancestry, rotation, window, softcap};
-  const Scales scales{key_scales, value_scales, is_fp8 ? kFp8 : kInt8};
-  return attend("decode_quantized_attention_", query, update, key_cache, value_cache, positions, starts, mask, bias,
-                scale, scales);
+  const auto scales = scales_of(op, query, key_cache, key_scales, value_scales);
+  return attend(op, query, update, key_cache, value_cache, scales, positions, starts, mask, bias, scale);
 }
 
 }  // namespace fuseopt

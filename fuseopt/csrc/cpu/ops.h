@@ -87,29 +87,17 @@ Tensor decode_low_bit_linear(const Tensor& input, const std::vector<Tensor>& val
                              double eps, const std::string& activation, bool gated, bool pdl,
                              const std::vector<Tensor>& prefetch);
 
-Tensor decode_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& lengths,
-                        const std::optional<Tensor>& starts, const std::optional<Tensor>& mask,
+Tensor decode_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                        const std::optional<Tensor>& key_scales, const std::optional<Tensor>& value_scales,
+                        const Tensor& lengths, const std::optional<Tensor>& starts, const std::optional<Tensor>& mask,
                         const std::optional<Tensor>& bias, double scale, bool pdl);
 Tensor decode_attention_(const Tensor& query, const Tensor& key, const Tensor& value, Tensor key_cache,
-                         Tensor value_cache, const Tensor& positions, const std::optional<Tensor>& starts,
-                         const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
-                         const std::optional<Tensor>& ancestry, double scale, const std::optional<Tensor>& rotary,
-                         const std::optional<Tensor>& row_positions, bool interleaved,
-                         const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm, double norm_eps,
-                         double norm_offset, int64_t window, double softcap, bool pdl);
-
-Tensor decode_quantized_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
-                                  const Tensor& key_scales, const Tensor& value_scales, const Tensor& lengths,
-                                  const std::optional<Tensor>& starts, const std::optional<Tensor>& mask,
-                                  const std::optional<Tensor>& bias, double scale, bool is_fp8, bool pdl);
-Tensor decode_quantized_attention_(const Tensor& query, const Tensor& key, const Tensor& value, Tensor key_cache,
-                                   Tensor value_cache, Tensor key_scales, Tensor value_scales, const Tensor& positions,
-                                   const std::optional<Tensor>& starts, const std::optional<Tensor>& mask,
-                                   const std::optional<Tensor>& bias, const std::optional<Tensor>& ancestry,
-                                   double scale, const std::optional<Tensor>& rotary,
-                                   const std::optional<Tensor>& row_positions, bool interleaved,
-                                   const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm,
-                                   double norm_eps, double norm_offset, int64_t window, double softcap, bool is_fp8,
-                                   bool pdl);
+                         Tensor value_cache, const std::optional<Tensor>& key_scales,
+                         const std::optional<Tensor>& value_scales, const Tensor& positions,
+                         const std::optional<Tensor>& starts, const std::optional<Tensor>& mask,
+                         const std::optional<Tensor>& bias, const std::optional<Tensor>& ancestry, double scale,
+                         const std::optional<Tensor>& rotary, const std::optional<Tensor>& row_positions,
+                         bool interleaved, const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm,
+                         double norm_eps, double norm_offset, int64_t window, double softcap, bool pdl);
 
 }  // namespace fuseopt

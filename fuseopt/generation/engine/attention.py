@@ -14,7 +14,7 @@ from fuseopt import ops
 from fuseopt.generation.engine.beam_state import along_ancestry
 from fuseopt.generation.engine.layers import has_kernel
 from fuseopt.generation.engine.positions import normalised_heads, options_of_op, rotated, split_heads
-from fuseopt.generation.engine.quantized_cache import LayerCache, QuantizedCache, append, filled
+from fuseopt.generation.engine.quantised_cache import LayerCache, QuantisedCache, append, filled, of_op
 from fuseopt.generation.engine.residual_stream import ResidualStream
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.ops.decode.qkv_attention import is_fast
@@ -75,10 +75,9 @@ class StepAttention:
         """
         state = self.state
         if self.by_kernel:
-            options: dict[str, Any] = {"mask": state.cross_keep, "scale": scale, "pdl": True}
-            if isinstance(cache, QuantizedCache):
-                return ops.decode_quantized_attention(query, *cache.parts, state.cross_length, **options)
-            return ops.decode_attention(query, cache[0], cache[1], state.cross_length, **options)
+            (keys, values), scales = of_op(cache)
+            options: dict[str, Any] = {"mask": state.cross_keep, "scale": scale, "pdl": True} | scales
+            return ops.decode_attention(query, keys, values, state.cross_length, **options)
         keys, values = filled(cache, self.cross_filled, query.dtype)
         query = query.unflatten(0, (state.sizes.items, -1)).transpose(1, 2)
         attended = F.scaled_dot_product_attention(query, keys, values, self._cross_mask, scale=scale)
@@ -90,7 +89,7 @@ class StepAttention:
         biases, norm = attention.qkv.biases, attention.norm
         if not (self.by_kernel and self.ancestry is None and not others and stream.is_stored and norm is not None):
             return None
-        if attention.qkv.low_rank is not None or attention.qkv.low_bit or isinstance(cache, QuantizedCache):
+        if attention.qkv.low_rank is not None or attention.qkv.low_bit or isinstance(cache, QuantisedCache):
             return None
         parts = stream.total(), weight, biases[0] if biases else None, cache[0], cache[1]
         has_three_equal = is_plain(attention) and len(weight) == 3 * cache.shape[2] * cache.shape[4]
@@ -118,10 +117,9 @@ class StepAttention:
                 options = options_of_op(without, cache.shape[4], self.tables, self.state.positions) or {}
             options |= {"bias": self._bias(attention), "ancestry": self.ancestry, "scale": attention.scale}
             options |= {"window": attention.window or 0, "softcap": attention.softcap or 0.0}
-            options |= {"mask": self.state.keep, "pdl": True}
-            if isinstance(cache, QuantizedCache):
-                return ops.decode_quantized_attention_(query, key, value, *cache.parts, self.state.slot, **options)
-            return ops.decode_attention_(query, key, value, cache[0], cache[1], self.state.slot, **options)
+            (keys, values), scales = of_op(cache)
+            options |= {"mask": self.state.keep, "pdl": True} | scales
+            return ops.decode_attention_(query, key, value, keys, values, self.state.slot, **options)
         query, key = normalised_heads(query, attention.q_norm), normalised_heads(key, attention.k_norm)
         if attention.rotary is not None:
             table = self._table_of_rows(attention.rotary)

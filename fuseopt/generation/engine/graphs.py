@@ -107,12 +107,11 @@ class PromptWork(Work[_S]):
 
     Args:
         forward: takes state, length and whether tokens of the prompts are masked.
-        start: the first slot of the tokens that `forward` runs.
     """
 
-    def __init__(
-        self, forward: Callable[[_S, int, bool], None], state: _S, length: int, masked: bool, start: int = 0
-    ) -> None:
+    def __init__(self, forward: Callable[[_S, int, bool], None], state: _S, length: int, masked: bool) -> None:
+        # The slot of the first token, or None if a graph reads it from the device.
+        start = state.start if isinstance(state, DecodeState) and not state.start_varies else None
         super().__init__((forward.__name__, state.sizes, length, masked, start), state)
         self.forward, self.length, self.masked = forward, length, masked
 

@@ -150,8 +150,7 @@ class LowBitWeights:
         self._read: dict[Hashable, tuple[Stored, ...]] = {}
         self._choice = LowBitChoice((), (), {})
         self._came: list[Linear] = []
-        self._on_cpu: list[Tensor] = []
-        self._samples = Samples(())
+        self._samples: tuple[Samples, ...] = ()
         self._weights: list[tuple[Tensor, ...]] = []
         self._parameters: list[Tensor] = []
         self.unquantised_bytes = self.parked_bytes = 0
@@ -168,8 +167,8 @@ class LowBitWeights:
         self._made = self._quantise_all(model)
         tensors = self._park(model)
         tensors += [tensor for layer in self._came for part in layer.checkpoint for tensor in part.tensors]
-        self._on_cpu = [tensor for tensor in tensors if tensor.is_cpu]
-        self._samples = Samples([tensor for tensor in tensors if not tensor.is_cpu])
+        on_cpu, on_gpu = ([tensor for tensor in tensors if tensor.is_cpu is is_cpu] for is_cpu in (True, False))
+        self._samples = Samples(on_cpu), Samples(on_gpu)
 
     def _read_all(self) -> dict[Hashable, tuple[Stored, ...]]:
         read: dict[Hashable, tuple[Stored, ...]] = {}
@@ -239,9 +238,8 @@ class LowBitWeights:
 
         Waits for the device.
         """
-        # On a GPU one copy brings the samples of all.
-        on_gpu = map(_version, self._samples.tensors)
-        return (*map(_content, self._on_cpu), *on_gpu, self._samples.read())
+        tensors = (tensor for samples in self._samples for tensor in samples.tensors)
+        return (*map(_version, tensors), *(samples.read() for samples in self._samples))
 
     @property
     def most_rows(self) -> int | None:

@@ -12,13 +12,16 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from fuseopt import ops
 from fuseopt.generation.engine.attention import attend, is_plain
-from fuseopt.generation.engine.layers import causal_mask, has_cuda_kernel
+from fuseopt.generation.engine.layers import HALVES, causal_mask, has_cuda_kernel
 from fuseopt.generation.engine.positions import normalised_heads, options_of_op, rotated, split_heads
-from fuseopt.generation.engine.quantized_cache import LayerCache, fill
+from fuseopt.generation.engine.quantised_cache import LayerCache, fill
 from fuseopt.generation.engine.residual_stream import ResidualStream
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.prompt.prompts import store
 from fuseopt.ops.decode.prompt_attention import is_fast
+
+_flash_attention = torch.ops.aten._flash_attention_forward
+_MAX_FLASH_HEAD_DIM = 256
 
 if TYPE_CHECKING:
     from fuseopt.generation.families.decoder_spec import SelfAttention
@@ -53,6 +56,12 @@ class PromptAttention:
         # By the window of a layer, what is added to its scores: [rows or 1, 1, length, end]; None: nothing, but a
         # token sees none after it.
         self.masks: dict[int | None, Tensor | None] = {}
+        self.slot: Tensor | None = None
+        self.from_slot: _AttentionFromSlot | None = None
+        if state.start_varies:
+            assert not masked, "takes_any_start is for prompts without masked tokens"
+            self.slot, self.from_slot = state.start_slot, _AttentionFromSlot(state, length)
+            return
         # Of capped scores PyTorch has no attention that takes a row without keys.
         is_capped = any(attention.softcap is not None for attention in attentions)
         hidden = torch.finfo(state.dtype).min if is_capped else -torch.inf
@@ -89,7 +98,7 @@ class PromptAttention:
         return attended
 
     def _project(self, stream: ResidualStream, attention: SelfAttention, cache: Tensor) -> Tensor:
-        (rows, length), mask = self.size, self.masks[attention.window]
+        (rows, length), mask = self.size, self.masks.get(attention.window)
         kv_heads, head_dim = cache.shape[2], cache.shape[4]
         projected = stream.linear(attention.qkv, attention.norm)
         if not self.start and mask is None and is_plain(attention) and projected.shape[1] == 3 * kv_heads * head_dim:
@@ -97,6 +106,8 @@ class PromptAttention:
             if is_fast(qkv, cache[0], cache[1]):
                 return ops.prompt_attention_(qkv, cache[0], cache[1], attention.scale, pdl=True).flatten(0, 1)
         query = self._stored(projected, attention, cache)
+        if self.from_slot is not None:
+            return self.from_slot.attend(query, cache, attention.scale, attention.window)
         keys, values = cache[:, :, :, : self.end].unbind()
         if attention.softcap is None:
             groups = query.shape[1] // kv_heads
@@ -127,7 +138,7 @@ class PromptAttention:
         Returns:
             the queries [rows, heads, length, head_dim].
         """
-        cache = cache[:, :, :, self.start :]
+        cache = cache if self.slot is not None else cache[:, :, :, self.start :]
         length, kv_heads, head_dim = self.size[1], cache.shape[2], cache.shape[4]
         if has_cuda_kernel("decode_rotary_store_", cache) and not attention.per_head:
             options = options_of_op(attention, head_dim, self.tables, self.positions)
@@ -135,7 +146,7 @@ class PromptAttention:
                 qkv = projected.unflatten(1, (-1, head_dim)).unflatten(0, self.size)
                 if self.in_prompt is not None:
                     store(qkv, qkv, self.in_prompt[:, None, None])
-                query = ops.decode_rotary_store_(qkv, cache[0], cache[1], **options, pdl=True)
+                query = ops.decode_rotary_store_(qkv, cache[0], cache[1], slot=self.slot, **options, pdl=True)
                 return query.transpose(1, 2)
         query, key, value = split_heads(projected, attention, kv_heads, head_dim)
         query, key = normalised_heads(query, attention.q_norm), normalised_heads(key, attention.k_norm)
@@ -143,6 +154,79 @@ class PromptAttention:
             table = self.tables[id(attention.rotary)].index_select(0, self.positions.flatten())
             query, key = (rotated(part, table, attention.rotary) for part in (query, key))
         query, key, value = (part.unflatten(0, self.size).transpose(1, 2) for part in (query, key, value))
+        counts = None if self.in_prompt is None else self.in_prompt[:, None]
         for slots, vectors in ((cache[0], key), (cache[1], value)):
-            store(slots[:, :, :length], vectors, None if self.in_prompt is None else self.in_prompt[:, None])
+            if self.slot is None:
+                store(slots[:, :, :length], vectors, counts)
+            else:
+                vectors = vectors if counts is None else torch.where(counts, vectors, 0)
+                slots.index_copy_(2, self.slot + torch.arange(length, device=slots.device), vectors)
         return query
+
+
+def reads_start_on_device(state: DecodeState, attentions: Sequence[SelfAttention]) -> bool:
+    """Whether PromptAttention can read the start of unmasked prompts from `state.start_slot`.
+
+    That takes PyTorch's FlashAttention, which gets the number of keys on the device.
+    """
+    return _has_flash(state.cache) and all(attention.softcap is None for attention in attentions)
+
+
+class _AttentionFromSlot:
+    """Attention of prompts to their own tokens and to the slots before `state.start_slot`, a number on the device.
+
+    FlashAttention for sequences of different lengths (Dao 2023, arXiv 2307.08691) takes the cache of all rows as one
+    sequence of slots: those of row i begin at slot i * kv_heads * capacity of the first head.
+
+    Args:
+        length: tokens a row, with the padding after them.
+    """
+
+    def __init__(self, state: DecodeState, length: int) -> None:
+        rows, (kv_heads, capacity) = state.sizes.rows, state.cache.shape[3:5]
+        self.length, numbers = length, torch.arange(rows + 1, dtype=torch.int32, device=state.device)
+        self.queries_begin, self.keys_begin = numbers * length, numbers * (kv_heads * capacity)
+        self.keys = (state.start_slot + length).int().repeat(rows)
+
+    def attend(self, query: Tensor, cache: Tensor, scale: float, window: int | None) -> Tensor:
+        """Attention without masks.
+
+        Args:
+            query: [rows, heads, length, head_dim].
+            cache: [2, rows, kv_heads, capacity, head_dim], with the keys and values of the queries' tokens.
+            window: how many slots a token sees, its own among them; None for all.
+
+        Returns:
+            [rows * length, heads * head_dim].
+        """
+        _, rows, kv_heads, capacity, head_dim = cache.shape
+        size = (rows - 1) * kv_heads * capacity + capacity, kv_heads, head_dim
+        keys, values = (part.as_strided(size, (head_dim, capacity * head_dim, 1)) for part in cache)
+        attended = _flash_attention(
+            query.transpose(1, 2).flatten(0, 1),
+            keys,
+            values,
+            self.queries_begin,
+            self.keys_begin,
+            self.length,
+            capacity,
+            0.0,
+            True,
+            False,
+            scale=scale,
+            window_size_left=None if window is None or window >= capacity else window - 1,
+            seqused_k=self.keys,
+        )[0]
+        return attended.flatten(1)
+
+
+def _has_flash(cache: Tensor) -> bool:
+    return (
+        cache.is_cuda
+        and cache.dtype in HALVES
+        and cache.shape[-1] % 8 == 0
+        and cache.shape[-1] <= _MAX_FLASH_HEAD_DIM
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.backends.cuda.flash_sdp_enabled()
+        and torch.cuda.get_device_capability(cache.device) >= (8, 0)
+    )

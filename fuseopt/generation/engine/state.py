@@ -11,8 +11,10 @@ from torch import Tensor
 
 from fuseopt.generation.engine.beam_state import BeamState
 from fuseopt.generation.engine.device_constants import TrackedCopy
-from fuseopt.generation.engine.quantized_cache import LayerCache, QuantizedCache
+from fuseopt.generation.engine.quantised_cache import LayerCache, QuantisedCache
 from fuseopt.ops.decode.linear import FEW_ROWS
+from fuseopt.ops.decode.quantized_heads import OP
+from fuseopt.runtime.huge_pages import with_huge_pages
 from fuseopt.tuning import tuned
 
 # Cache capacities are powers of two up to this one, then multiples of it: few classes, and little waste when long.
@@ -140,10 +142,13 @@ class DecodeState:
         absorbed: AbsorbedCrossAttention of a single item, or None.
         may_pad: whether a prefill may be given more tokens a row than the prompts have.
         start: the slot at which a prefill begins; the prefix cache has filled those before it.
+        start_slot: [1], `start` on the device, if `start_varies`.
+        start_varies: a prefill reads `start_slot`, so that one captured for a start serves any other.
     """
 
     def __init__(self, sizes: Sizes, shape: CacheShape, vocab: int) -> None:
-        self.sizes, self.dtype, self.used, self.may_pad, self.start = sizes, shape.dtype, False, True, 0
+        self.sizes, self.dtype, self.used, self.may_pad = sizes, shape.dtype, False, True
+        self.start, self.start_varies = 0, False
         # What the host knows of device tensors, to skip writing them again: `keep` is all True, `prompt_positions`
         # count up from 0, and `cross_keep` is True for so many slots in every item.
         self._keeps_all = self._counts_up = False
@@ -160,8 +165,9 @@ class DecodeState:
             allocate = torch.empty if shape.device.type == "cpu" else torch.zeros
             size, cross_size = (layers, 2, rows, heads, capacity), (layers, 2, sizes.items, heads, cross_capacity)
             stored = shape.stored_dtype or shape.dtype
-            self.cache = allocate((*size, head_dim), dtype=stored, device=shape.device)
-            self.cross_cache = zeros(*cross_size, head_dim, dtype=stored)
+            self.cache = with_huge_pages(allocate((*size, head_dim), dtype=stored, device=shape.device))
+            self.cross_cache = torch.empty((*cross_size, head_dim), dtype=stored, device=shape.device)
+            with_huge_pages(self.cross_cache).zero_()
             self.scales = self.cross_scales = None
             if shape.stored_dtype is not None:
                 self.scales = allocate(size, dtype=torch.float32, device=shape.device)
@@ -178,7 +184,7 @@ class DecodeState:
             # In one tensor, so that a step advances both by one addition.
             self.counters = zeros(rows + 1)
             self.slot, self.positions = self.counters.split((1, rows))
-            self.length, self.random = zeros(1), zeros(3)
+            self.length, self.random, self.start_slot = zeros(1), zeros(3), zeros(1)
             self.flags = zeros(rows + capacity + 1, dtype=torch.bool)
             self.unfinished, self.going = self.flags.split((rows, capacity + 1))
             self.beams: BeamState | None = None
@@ -221,7 +227,7 @@ class DecodeState:
     @property
     def attention_op(self) -> str:
         """The op that attends to the caches; `encoded` has the dtype of its queries."""
-        return "decode_attention" if self.scales is None else "decode_quantized_attention"
+        return "decode_attention" if self.scales is None else OP
 
     def zero_caches(self) -> None:
         """Zeros the caches of an earlier call. Attention multiplies masked values by 0, and 0 * NaN is NaN."""
@@ -253,9 +259,13 @@ class DecodeState:
         if self.beams is not None:
             self.beams.forget_ancestors()
 
+    def prefilled_slots(self, length: int) -> Tensor:
+        """[length]: the slots of so many tokens a row, from slot `start` on."""
+        return self.start_slot + self.slots[:length] if self.start_varies else self.slots[self.start :][:length]
+
     def in_prompt(self, length: int) -> Tensor | None:
-        """[length] bool: which of so many tokens a row, from slot `start` on, are the prompts'; None if all are."""
-        return self.slots[self.start : self.start + length] < self.slot if self.may_pad else None
+        """[length] bool: which of the tokens in `prefilled_slots` are the prompts'; None if all are."""
+        return self.prefilled_slots(length) < self.slot if self.may_pad else None
 
     def load_prompt(self, input_ids: Tensor, keep: Tensor | None, positions: Tensor | None) -> None:
         """Loads a prompt for `prefill`, and sets where the first step after it starts.
@@ -303,7 +313,7 @@ class DecodeState:
 
 
 def _by_layer(cache: Tensor, scales: Tensor | None) -> Sequence[LayerCache]:
-    return tuple(cache) if scales is None else tuple(map(QuantizedCache, cache, scales))
+    return tuple(cache) if scales is None else tuple(map(QuantisedCache, cache, scales))
 
 
 def capacity_for(length: int) -> int:

@@ -19,7 +19,7 @@ from fuseopt.generation.families.decoder_spec import (
     SelfAttention,
 )
 from fuseopt.ops.decode.linear import ACTIVATIONS
-from fuseopt.ops.decode.quantized_attention import dequantize_heads, quantize_heads
+from fuseopt.ops.decode.quantized_heads import dequantize_heads, quantize_heads
 
 
 @dataclass

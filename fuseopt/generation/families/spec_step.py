@@ -25,8 +25,8 @@ from fuseopt.generation.engine.layers import (
 )
 from fuseopt.generation.engine.low_bit import LowBitChoice, LowBitWeights, check_is_read, low_bit_choice
 from fuseopt.generation.engine.low_rank import LowRankUpdates
-from fuseopt.generation.engine.prompt_attention import PromptAttention
-from fuseopt.generation.engine.quantized_cache import LayerCache, fill, filled
+from fuseopt.generation.engine.prompt_attention import PromptAttention, reads_start_on_device
+from fuseopt.generation.engine.quantised_cache import LayerCache, fill, filled
 from fuseopt.generation.engine.residual_stream import HeadInput, ResidualStream
 from fuseopt.generation.engine.state import AbsorbedCrossAttention, CacheShape, DecodeState, Sizes
 from fuseopt.generation.families.decoder_spec import (
@@ -122,6 +122,10 @@ class SpecStep(DecodeStep):
         return ()
 
     @classmethod
+    def head_dim_of(cls, model: nn.Module) -> int:
+        return cls.spec_of(model).head_dim
+
+    @classmethod
     def low_bit_choice(cls, model: nn.Module, options: LowBitOptions) -> LowBitChoice:
         return _low_bit_choice(model, cls.spec_of(model), options)
 
@@ -184,6 +188,9 @@ class SpecStep(DecodeStep):
         else:
             self._prefill_prompt(state, length, masked)
 
+    def takes_any_start(self, state: DecodeState) -> bool:
+        return reads_start_on_device(state, [layer.self_attention for layer in self.layers])
+
     def cross_cache_filled(self, state: DecodeState) -> None:
         """Computes `state.absorbed`, if there is one, from the cached keys and values of the only item."""
         if state.absorbed is None:
@@ -214,14 +221,14 @@ class SpecStep(DecodeStep):
         state.counters += 1
 
     def _prefill_prompt(self, state: DecodeState, length: int, masked: bool) -> None:
-        rows, run = state.sizes.rows, slice(state.start, state.start + length)
+        rows, run = state.sizes.rows, state.prefilled_slots(length)
         in_prompt = state.in_prompt(length)
-        tokens, positions = (ids[:, run].contiguous() for ids in (state.ids, state.prompt_positions))
+        tokens, positions = (ids.index_select(1, run) for ids in (state.ids, state.prompt_positions))
         if in_prompt is not None:
             tokens, positions = tokens * in_prompt, positions * in_prompt
         attentions = [layer.self_attention for layer in self.layers]
         slots = PromptAttention(state, length, masked, attentions, self._tables(state), positions)
-        last = torch.arange(0, rows * length, length, device=state.device) + (state.slot - 1 - state.start)
+        last = torch.arange(0, rows * length, length, device=state.device) + (state.slot - 1 - run[0])
         stream = self._stream(tokens.flatten(), positions.flatten())
         following = [*self._following()[:-1], None]
         for layer, cache, after in zip(self.layers, state.layer_caches, following, strict=True):

@@ -75,7 +75,8 @@ class DecodeStep(Protocol):
         ignores_encoder_mask: cross-attention attends to all of the encoder's output, whatever `attention_mask` says.
         takes_lora: linear layers of the model may be inside LoRA layers of peft (`fuseopt.modules.lora`); those of them
             whose updates the step adds are its `lora_layers`.
-        takes_quantised_cache: `shape.stored_dtype` may be set, since the step uses `state.layer_caches`.
+        takes_quantised_cache: `head_dim_of` is implemented, and `shape.stored_dtype` may be set, since the step uses
+            `state.layer_caches`.
         takes_low_bit: `low_bit_choice`, `quantised_layers` and `quantise` are implemented, so weights may be in 8 or 4
             bits, also those of a pre-quantised checkpoint (`fuseopt.modules.quantised`).
         takes_prefix: `prefill` of a decoder-only model runs prompts from slot `state.start` on; a PrefixCache may fill
@@ -131,6 +132,11 @@ class DecodeStep(Protocol):
         return []
 
     @classmethod
+    def head_dim_of(cls, model: nn.Module) -> int:
+        """The elements of a head's key in the cache."""
+        raise NotImplementedError
+
+    @classmethod
     def low_bit_choice(cls, model: nn.Module, options: LowBitOptions) -> LowBitChoice:
         """Which linear layers `quantise` quantises, and why not the others; computes nothing."""
         raise NotImplementedError
@@ -171,6 +177,10 @@ class DecodeStep(Protocol):
             masked: whether `state.keep` excludes any token of the prompts.
         """
         ...
+
+    def takes_any_start(self, state: DecodeState) -> bool:
+        """Whether `prefill` of unmasked prompts can read its start from `state.start_slot`, see `start_varies`."""
+        return False
 
     def cross_cache_filled(self, state: DecodeState) -> None:
         """Updates what the step derives from `state.cross_cache`, after the model's own forward has filled that."""

@@ -12,7 +12,7 @@ from torch import nn
 from fuseopt.generation.engine.graphs import StepGraphs
 from fuseopt.generation.engine.low_bit import LowBitWeights
 from fuseopt.generation.engine.parked_weights import fetch_all
-from fuseopt.generation.engine.quantized_cache import no_8_bit_cache_reason
+from fuseopt.generation.engine.quantised_cache import no_8_bit_cache_reason
 from fuseopt.generation.families.step_interface import DecodeStep, EncoderStep
 from fuseopt.generation.hf.fingerprint import ModelFingerprint, fingerprint
 from fuseopt.modules.lora import described
@@ -160,8 +160,9 @@ class CheckedStep:
         step = self.step_class(self.model)
         if self.low_bit is not None:
             step.quantise(self.model, self.low_bit)
-        if self._cache_dtype is not None and no_8_bit_cache_reason(step.shape.device) is None:
-            step.shape = replace(step.shape, stored_dtype=self._cache_dtype)
+        shape = step.shape
+        if self._cache_dtype and no_8_bit_cache_reason(shape.device, shape.dtype, shape.head_dim) is None:
+            step.shape = replace(shape, stored_dtype=self._cache_dtype)
         return step
 
     def _versions(self) -> tuple[Hashable, ...]:

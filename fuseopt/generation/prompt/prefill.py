@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer, En
 
 from fuseopt.generation.engine.beam_state import along_ancestry
 from fuseopt.generation.engine.graphs import StepGraphs
-from fuseopt.generation.engine.quantized_cache import LayerCache, fill, filled
+from fuseopt.generation.engine.quantised_cache import LayerCache, fill, filled
 from fuseopt.generation.engine.state import DecodeState, prompt_length_for
 from fuseopt.generation.families.step_interface import DecodeStep
 from fuseopt.generation.hf.saved_cache import SavedCache

@@ -20,12 +20,14 @@ def run_forward(
     prompts: int,
     length: int,
     masked: bool = False,
-    start: int = 0,
+    *,
+    any_start: bool = False,
 ) -> str:
     """Runs `forward` on the prompts in `state`, padded to their length class if such prompts are captured.
 
     Args:
-        length: tokens a prompt to run, from slot `start` on.
+        length: tokens a prompt to run, from slot `state.start` on.
+        any_start: a captured prompt may serve other starts than this one, see `DecodeStep.takes_any_start`.
 
     Returns:
         why the prompt could not be captured, empty if it was or no capture was tried.
@@ -33,11 +35,13 @@ def run_forward(
     # Without the kernels, attention multiplies masked values by 0, and padding may leave NaN, which that keeps.
     captures = graphs.max_graphs and has_cuda_kernel(state.attention_op, state.encoded)
     padded = prompt_length_for(prompts, length, state.device) if captures else None
-    if padded is not None and start and start + padded > state.sizes.capacity:
+    if padded is not None and state.start and state.start + padded > state.sizes.capacity:
         padded = None
-    state.may_pad = padded is not None
+    state.may_pad, state.start_varies = padded is not None, padded is not None and any_start
+    if state.start_varies:
+        state.start_slot.fill_(state.start)
     if padded is not None:
-        return graphs.run_prompt(PromptWork(forward, state, padded, masked, start))
+        return graphs.run_prompt(PromptWork(forward, state, padded, masked))
     forward(state, length, masked)
     return ""
 
@@ -67,7 +71,8 @@ def run_tokens(
         note = run_forward(step.prefill, graphs, state, rows, length, keep is not None)
         return joined_notes(note, f"the prefix cache was not used: {match}")
     prefixes.load(match, state)
-    note = run_forward(step.prefill, graphs, state, rows, length - match.start, keep is not None, match.start)
+    any_start = match.start > 0 and keep is None and step.takes_any_start(state)
+    note = run_forward(step.prefill, graphs, state, rows, length - match.start, keep is not None, any_start=any_start)
     return joined_notes(note, match.note, prefixes.store(match, state))
 
 

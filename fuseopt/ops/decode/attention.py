@@ -3,60 +3,40 @@
 Lengths, padding and positions are tensors, so a CUDA graph captured once stays valid for every length up to the
 cache's capacity. T5's relative position bias depends only on the distance between key and query (Raffel et al. 2020,
 arXiv 1910.10683), so a vector per head replaces a matrix.
+
+At long contexts attention is bound by reading the cache, which may therefore have 8 bits an element.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fuseopt.ops import registry
+from fuseopt.ops.decode import quantized_heads
+from fuseopt.ops.decode.attention_checks import check, check_options, check_update
 from fuseopt.ops.decode.head_rotation import HeadRotation
-from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
+from fuseopt.ops.decode.quantized_heads import as_bytes, dequantize_heads, quantize_heads
+from fuseopt.ops.library import compute_dtype, define, without_autocast
 
 
-def _fake(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    lengths: Tensor,
-    starts: Tensor | None,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    pdl: bool,
-) -> Tensor:
+def _fake(query: Tensor, *further: object) -> Tensor:
     return query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
 
 
-def _update_fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    positions: Tensor,
-    starts: Tensor | None,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    ancestry: Tensor | None,
-    scale: float,
-    *further: object,
-) -> Tensor:
-    return query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
-
-
+# Caches of float8_e4m3fn are passed as uint8.
 RAW = define(
-    "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor lengths, Tensor? starts, Tensor? mask,"
-    " Tensor? bias, float scale, bool pdl) -> Tensor",
+    "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? key_scales, Tensor? value_scales,"
+    " Tensor lengths, Tensor? starts, Tensor? mask, Tensor? bias, float scale, bool pdl) -> Tensor",
     _fake,
 )
 UPDATE_RAW = define(
     "decode_attention_(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,"
-    " Tensor positions, Tensor? starts, Tensor? mask, Tensor? bias, Tensor? ancestry, float scale, Tensor? rotary,"
-    " Tensor? row_positions, bool interleaved, Tensor? q_norm, Tensor? k_norm, float norm_eps, float norm_offset,"
-    " int window, float softcap, bool pdl) -> Tensor",
-    _update_fake,
+    " Tensor(c!)? key_scales, Tensor(d!)? value_scales, Tensor positions, Tensor? starts, Tensor? mask, Tensor? bias,"
+    " Tensor? ancestry, float scale, Tensor? rotary, Tensor? row_positions, bool interleaved, Tensor? q_norm,"
+    " Tensor? k_norm, float norm_eps, float norm_offset, int window, float softcap, bool pdl) -> Tensor",
+    _fake,
 )
 
 
@@ -112,112 +92,9 @@ def attend_reference(
         return (probabilities @ values).transpose(1, 2).reshape(rows, heads * head_dim).to(query.dtype)
 
 
-def check(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    lengths: Tensor,
-    starts: Tensor | None,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    cache_dtypes: tuple[torch.dtype, ...] | None = None,
-) -> None:
-    """Raises ValueError or TypeError unless these can be arguments of one call of `decode_attention`.
-
-    Args:
-        cache_dtypes: allowed dtypes of the caches, which must be equal; None for `query`'s.
-    """
-    if query.dim() != 3 or key_cache.dim() != 4:
-        raise ValueError(
-            "query must be [rows, heads, head_dim] and key_cache [batch, kv_heads, capacity, head_dim], not"
-            f" {tuple(query.shape)} and {tuple(key_cache.shape)}"
-        )
-    rows, heads, head_dim = query.shape
-    batch, kv_heads, capacity, _ = key_cache.shape
-    if heads % max(kv_heads, 1) != 0 or (kv_heads == 0 and heads > 0):
-        raise ValueError(f"query has {heads} heads, which is no multiple of the {kv_heads} heads of key_cache")
-    check_shape("key_cache", key_cache, torch.Size((batch, kv_heads, capacity, head_dim)))
-    check_shape("value_cache", value_cache, key_cache.shape)
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if cache_dtypes is None and cache.dtype != query.dtype:
-            raise ValueError(f"{name} must have query's dtype {query.dtype}, not {cache.dtype}")
-        if cache_dtypes is not None and (cache.dtype not in cache_dtypes or cache.dtype != key_cache.dtype):
-            names = " or ".join(str(dtype) for dtype in cache_dtypes)
-            raise ValueError(f"{name} must be {names}, and like key_cache, not {cache.dtype}")
-    if rows % max(batch, 1) != 0 or (batch == 0 and rows > 0):
-        raise ValueError(f"query has {rows} rows, which is no multiple of the {batch} rows of key_cache")
-    if lengths.numel() not in (1, batch):
-        raise ValueError(f"lengths or positions must have one element, or {batch}, not {lengths.numel()}")
-    for name, integers in (("lengths or positions", lengths), ("starts", starts)):
-        if integers is not None and integers.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name} must be int32 or int64, not {integers.dtype}")
-    if starts is not None:
-        check_shape("starts", starts, torch.Size((batch,)))
-    if mask is not None:
-        check_shape("mask", mask, torch.Size((batch, capacity)))
-        if mask.dtype != torch.bool:
-            raise TypeError(f"mask must be bool, True where a key is attended to, not {mask.dtype}")
-    if bias is not None and (bias.dim() != 2 or bias.shape[0] != heads or bias.shape[1] == 0):
-        raise ValueError(f"bias must be [{heads}, distances], not {tuple(bias.shape)}")
-
-
-def check_update(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    positions: Tensor,
-    mask: Tensor | None,
-    starts: Tensor | None = None,
-    bias: Tensor | None = None,
-    cache_dtypes: tuple[torch.dtype, ...] | None = None,
-) -> None:
-    """Raises ValueError or TypeError unless these can be the query, key, value and caches of one step.
-
-    Args:
-        cache_dtypes: as in `check`.
-    """
-    check(query, key_cache, value_cache, positions, starts, mask, bias, cache_dtypes)
-    kv_shape = torch.Size((query.shape[0], key_cache.shape[1], query.shape[2]))
-    for name, tensor in (("key", key), ("value", value)):
-        check_shape(name, tensor, kv_shape)
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"{name} must have query's dtype {query.dtype}, not {tensor.dtype}")
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if cache.shape[0] != query.shape[0] or not cache.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, with a row for each of the {query.shape[0]} rows")
-
-
-def check_options(
-    query: Tensor, key_cache: Tensor, positions: Tensor, ancestry: Tensor | None, window: int, softcap: float
-) -> None:
-    """Raises ValueError or TypeError unless these can be options of `decode_attention_`."""
-    if window < 0 or softcap < 0:
-        raise ValueError(f"window and softcap must be positive, or 0 for none, not {window} and {softcap}")
-    if ancestry is not None:
-        check_shape("ancestry", ancestry, torch.Size((query.shape[0], key_cache.shape[2])))
-        if ancestry.dtype != torch.int32:
-            raise TypeError(f"ancestry must be int32, not {ancestry.dtype}")
-        if positions.numel() != 1:
-            raise ValueError(f"positions must have one element where there is an ancestry, not {positions.numel()}")
-
-
-def decode_attention_reference(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    lengths: Tensor,
-    *,
-    starts: Tensor | None = None,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    scale: float = 1.0,
-    pdl: bool = False,
-) -> Tensor:
+def decode_attention_reference(*tensors: Tensor, **options: Any) -> Tensor:
     """`decode_attention` in plain PyTorch."""
-    check(query, key_cache, value_cache, lengths, starts, mask, bias)
-    return attend_reference(query, key_cache, value_cache, lengths, starts, mask, bias, scale)
+    return decode_attention(*tensors, **options, backend="reference")
 
 
 def decode_attention(
@@ -226,6 +103,8 @@ def decode_attention(
     value_cache: Tensor,
     lengths: Tensor,
     *,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     starts: Tensor | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
@@ -244,6 +123,10 @@ def decode_attention(
             beam) reads item `i // (rows // batch)`. `heads` is a multiple of `kv_heads`: head h (grouped queries)
             reads head `h // (heads // kv_heads)`.
         value_cache: like `key_cache`.
+        key_scales, value_scales: [batch, kv_heads, capacity], float32, not negative, of caches that `quantize_heads`
+            has rounded to int8 or float8_e4m3fn; or None. The CUDA kernel then takes float16 and bfloat16, from compute
+            capability 8.0 on, a head_dim that is a multiple of 16, and tensors that begin at multiples of 16 bytes.
+            For another head_dim, and for float64, "auto" is the reference.
         lengths: [batch] or one element, int32 or int64, on `query`'s device.
         starts: [batch], like `lengths`, or None for zeros: left padding.
         mask: [batch, capacity], bool, False for places that are not attended to, or None.
@@ -264,13 +147,14 @@ def decode_attention(
         TypeError: lengths or starts that are not int32 or int64, a mask that is not bool.
         BackendError: the named backend cannot run here; the message says why.
     """
-    check(query, key_cache, value_cache, lengths, starts, mask, bias)
-    chosen = registry.pick_without_gradient(
-        "decode_attention", backend, (query.dtype,), query, key_cache, value_cache, bias
-    )
-    if chosen == "reference":
-        return attend_reference(query, key_cache, value_cache, lengths, starts, mask, bias, scale)
-    return RAW[chosen](query, key_cache, value_cache, lengths, starts, mask, bias, scale, pdl)
+    check(query, key_cache, value_cache, lengths, starts, mask, bias, key_scales, value_scales)
+    caches = key_cache, value_cache, key_scales, value_scales
+    chosen = _backend(backend, query, caches, bias)
+    if chosen != "reference":
+        stored = (as_bytes(key_cache), as_bytes(value_cache), key_scales, value_scales)
+        return RAW[chosen](query, *stored, lengths, starts, mask, bias, scale, pdl)
+    keys, values = _dequantised(*caches, query)
+    return attend_reference(query, keys, values, lengths, starts, mask, bias, scale)
 
 
 def decode_attention_(
@@ -281,6 +165,8 @@ def decode_attention_(
     value_cache: Tensor,
     positions: Tensor,
     *,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     starts: Tensor | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
@@ -301,11 +187,13 @@ def decode_attention_(
     """Writes `key` and `value` to place `positions` of the caches, then attends to all places up to and including it.
 
     Queries and new keys are first normalised and rotated in float32, then rounded to their dtype, if that is asked for.
+    With `key_scales`, the new key and value are then quantised, and the query attends to the quantised ones.
 
     Args:
         query: [rows, heads, head_dim], any strides; for example a view of a packed projection.
         key, value: [rows, kv_heads, head_dim], any strides, `query`'s dtype; `heads` is a multiple of `kv_heads`.
         key_cache, value_cache: [rows, kv_heads, capacity, head_dim], contiguous. Written to.
+        key_scales, value_scales: [rows, kv_heads, capacity], contiguous, or None; as in `decode_attention`. Written to.
         positions: [rows] or one element, int32 or int64, below `capacity`. The CUDA kernel writes nothing for a
             position outside the cache; the row's result is then meaningless. The CPU kernel raises RuntimeError.
         starts, mask, bias, scale, backend: as in `decode_attention`, with `lengths` = `positions` + 1.
@@ -333,24 +221,49 @@ def decode_attention_(
             rotary that is not float32, BackendError for tensors that require a gradient under grad mode, because a
             cache takes no part in autograd.
     """
-    check_update(query, key, value, key_cache, value_cache, positions, mask, starts, bias)
+    check_update(query, key, value, key_cache, value_cache, positions, mask, starts, bias, key_scales, value_scales)
     rotation = HeadRotation(rotary, row_positions, interleaved, q_norm, k_norm, norm_eps, norm_offset)
     rotation.check(query.shape[2], (query.shape[0],))
     check_options(query, key_cache, positions, ancestry, window, softcap)
-    chosen = registry.pick_without_gradient(
-        "decode_attention", backend, (query.dtype,), query, key, value, key_cache, value_cache, bias, q_norm, k_norm
-    )
+    caches = key_cache, value_cache, key_scales, value_scales
+    chosen = _backend(backend, query, caches, key, value, bias, q_norm, k_norm)
     if chosen != "reference":
-        step = (query, key, value, key_cache, value_cache, positions, starts, mask, bias, ancestry, scale)
-        return UPDATE_RAW[chosen](*step, *rotation, window, softcap, pdl)
-    query, key = rotation.of_queries(query), rotation.of_keys(key)
+        step = (query, key, value, as_bytes(key_cache), as_bytes(value_cache), key_scales, value_scales)
+        places = (positions, starts, mask, bias, ancestry, scale)
+        return UPDATE_RAW[chosen](*step, *places, *rotation, window, softcap, pdl)
     rows = torch.arange(query.shape[0], device=query.device)
-    places = positions.reshape(-1).expand(query.shape[0]).long()
-    key_cache[rows, :, places] = key
-    value_cache[rows, :, places] = value
+    ends = positions.reshape(-1).expand(query.shape[0]).long()
+    new_keys, new_values = rotation.of_keys(key), value
+    if key_scales is not None and value_scales is not None:
+        new_keys, key_scales[rows, :, ends] = quantize_heads(new_keys, key_cache.dtype)
+        new_values, value_scales[rows, :, ends] = quantize_heads(new_values, value_cache.dtype)
+    for cache, vectors in ((key_cache, new_keys), (value_cache, new_values)):
+        as_bytes(cache)[rows, :, ends] = as_bytes(vectors)  # PyTorch cannot index float8
+    keys, values = _dequantised(*caches, query)
     if ancestry is not None:
-        key_cache, value_cache = gathered((key_cache, value_cache), ancestry, places)
-    return attend_reference(query, key_cache, value_cache, positions + 1, starts, mask, bias, scale, window, softcap)
+        keys, values = gathered((keys, values), ancestry, ends)
+    query = rotation.of_queries(query)
+    return attend_reference(query, keys, values, positions + 1, starts, mask, bias, scale, window, softcap)
+
+
+def _backend(
+    backend: str, query: Tensor, caches: tuple[Tensor, Tensor, Tensor | None, Tensor | None], *others: Tensor | None
+) -> str:
+    keys, values, *scales = caches
+    if scales[0] is None:
+        return registry.pick_without_gradient("decode_attention", backend, (query.dtype,), query, keys, values, *others)
+    if backend == "auto" and query.is_cuda and not quantized_heads.is_head_dim_of_kernel(query.shape[2]):
+        return "reference"
+    return registry.pick_without_gradient(quantized_heads.OP, backend, (query.dtype,), query, *scales, *others)
+
+
+def _dequantised(
+    keys: Tensor, values: Tensor, key_scales: Tensor | None, value_scales: Tensor | None, query: Tensor
+) -> tuple[Tensor, Tensor]:
+    if key_scales is None or value_scales is None:
+        return keys, values
+    dtype = compute_dtype(query)
+    return dequantize_heads(keys, key_scales, dtype), dequantize_heads(values, value_scales, dtype)
 
 
 def gathered(caches: tuple[Tensor, Tensor], ancestry: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -390,5 +303,19 @@ registry.register(
         reference=decode_attention_reference,
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.CPU, registry.REFERENCE),
+    )
+)
+registry.register(
+    registry.Op(
+        name=quantized_heads.OP,
+        raw=("decode_attention", "decode_attention_"),
+        function=decode_attention,
+        reference=decode_attention_reference,
+        sample_inputs=quantized_heads.sample_inputs,
+        backends=(
+            registry.NativeBackend("cuda", (torch.float16, torch.bfloat16), capability=(8, 0)),
+            registry.NativeBackend("cpu", (torch.float32, torch.bfloat16, torch.float16)),
+            registry.REFERENCE,
+        ),
     )
 )

@@ -20,14 +20,14 @@ def _fake(qkv: Tensor, key_cache: Tensor, value_cache: Tensor, *further: object)
 
 
 RAW = define(
-    "decode_rotary_store_(Tensor qkv, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor? rotary,"
+    "decode_rotary_store_(Tensor qkv, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor? slot, Tensor? rotary,"
     " Tensor? row_positions, bool interleaved, Tensor? q_norm, Tensor? k_norm, float norm_eps, float norm_offset,"
     " bool pdl) -> Tensor",
     _fake,
 )
 
 
-def _check(qkv: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
+def _check(qkv: Tensor, key_cache: Tensor, value_cache: Tensor, slot: Tensor | None) -> None:
     if qkv.dim() != 4 or key_cache.dim() != 4:
         raise ValueError(
             "qkv must be [rows, length, heads + 2 * kv_heads, head_dim] and key_cache [rows, kv_heads, capacity,"
@@ -46,6 +46,8 @@ def _check(qkv: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
             raise ValueError(f"{name} must have qkv's dtype {qkv.dtype}, not {cache.dtype}")
         if cache.stride(3) != 1:
             raise ValueError(f"{name} must have neighbouring elements in its last dimension")
+    if slot is not None and (slot.dtype != torch.int64 or slot.shape != (1,)):
+        raise ValueError(f"slot must be [1] int64, not {tuple(slot.shape)} {slot.dtype}")
 
 
 def decode_rotary_store_reference(qkv: Tensor, key_cache: Tensor, value_cache: Tensor, **options: Any) -> Tensor:
@@ -58,6 +60,7 @@ def decode_rotary_store_(
     key_cache: Tensor,
     value_cache: Tensor,
     *,
+    slot: Tensor | None = None,
     rotary: Tensor | None = None,
     row_positions: Tensor | None = None,
     interleaved: bool = False,
@@ -68,7 +71,7 @@ def decode_rotary_store_(
     pdl: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Normalises and rotates queries and keys, and writes keys and values to the first slots of the caches.
+    """Normalises and rotates queries and keys, and writes keys and values to neighbouring slots of the caches.
 
     In float32, as `decode_attention_` does for one token; the result is rounded to `qkv`'s dtype.
 
@@ -76,7 +79,8 @@ def decode_rotary_store_(
         qkv: [rows, length, heads + 2 * kv_heads, head_dim], any strides: heads of queries, of keys, then of values;
             float32, float16, bfloat16 or float64.
         key_cache, value_cache: [rows, kv_heads, capacity, head_dim], `qkv`'s dtype, unit stride in the last dimension
-            and any other strides. Written to: slots [0, length).
+            and any other strides. Written to: slots [slot, slot + length).
+        slot: [1] int64, at most capacity - length, which is not checked on a GPU; None for 0.
         rotary, interleaved, q_norm, k_norm, norm_eps, norm_offset: as in `decode_attention_`.
         row_positions: [rows, length], int32 or int64, each token's position in `rotary`.
         pdl: launch the CUDA kernel programmatically dependent on its predecessor on the stream. It reads and writes
@@ -92,18 +96,21 @@ def decode_rotary_store_(
         TypeError: a rotary that is not float32, or row_positions that are not integers.
         BackendError: the named backend cannot run here; the message says why.
     """
-    _check(qkv, key_cache, value_cache)
+    _check(qkv, key_cache, value_cache, slot)
     rotation = HeadRotation(rotary, row_positions, interleaved, q_norm, k_norm, norm_eps, norm_offset)
     rotation.check(qkv.shape[3], tuple(qkv.shape[:2]))
     chosen = registry.pick_without_gradient(
-        "decode_rotary_store_", backend, (qkv.dtype,), qkv, key_cache, value_cache, q_norm, k_norm
+        "decode_rotary_store_", backend, (qkv.dtype,), qkv, key_cache, value_cache, slot, q_norm, k_norm
     )
     if chosen != "reference":
-        return RAW[chosen](qkv, key_cache, value_cache, *rotation, pdl)
+        return RAW[chosen](qkv, key_cache, value_cache, slot, *rotation, pdl)
     kv_heads = key_cache.shape[1]
     query, key, value = qkv.split((qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads), 2)
     for cache, vectors in ((key_cache, rotation.of_keys(key)), (value_cache, value)):
-        cache[:, :, : qkv.shape[1]] = vectors.transpose(1, 2)
+        if slot is None:
+            cache[:, :, : qkv.shape[1]] = vectors.transpose(1, 2)
+        else:
+            cache.index_copy_(2, slot + torch.arange(qkv.shape[1], device=slot.device), vectors.transpose(1, 2))
     return rotation.of_queries(query).contiguous()
 
 
@@ -123,6 +130,8 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
         if rotated:
             options["rotary"] = torch.randn(9, rotated, device=device)
             options["row_positions"] = torch.randint(0, 9, (rows, length), device=device)
+        if rows == 2:
+            options["slot"] = torch.tensor([2], device=device)
         yield registry.SampleInput((qkv, *caches), {**options, "interleaved": length == 3})
 
 

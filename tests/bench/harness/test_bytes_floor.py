@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+import fuseopt
 from fuseopt.bench.harness import bytes_floor
 from fuseopt.bench.harness.architectures import load_config, weightless
 from fuseopt.bench.harness.bytes_floor import cache_bytes, copy_bandwidth, read_bandwidth, weight_bytes
 from fuseopt.runtime.timer import Timing
+from tests import tiny
 
 CPU = torch.device("cpu")
 
@@ -34,6 +36,14 @@ def test_a_decoding_step_reads_the_half_filled_caches_of_all_rows():
     assert cache_bytes(t5, 8, 4, 128, 100) == (8 * 128 + 32 * 50) * a_token
     bart = weightless(load_config("bart-base", encoder_layers=3, encoder_attention_heads=3), CPU).to(torch.bfloat16)
     assert cache_bytes(bart, 8, 4, 128, 100) == (8 * 128 + 32 * 50) * a_token // 2
+
+
+def test_caches_of_8_bits_have_a_scale_for_each_head_and_token():
+    model = fuseopt.initialize(tiny.gpt2(), {"generation": {"cache_dtype": "int8"}})
+    a_token = 2 * 2 * 3  # keys and values of 8 numbers in 3 heads of 2 layers
+    assert cache_bytes(model, 2, 1, 5, 4) == 14 * a_token * 8 * 4  # no call has quantised yet
+    model.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=2)
+    assert cache_bytes(model, 2, 1, 5, 4) == 14 * a_token * (8 + 4)
 
 
 def test_a_copy_reads_and_writes_and_a_sum_reads(monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fuseopt
+from fuseopt import api
 from fuseopt.bench.harness.architectures import random_model
 from fuseopt.bench.harness.measure import against_stock, measure, peak_mib
 from fuseopt.bench.harness.records import STOCK, Record
@@ -188,10 +189,10 @@ def test_a_way_to_run_a_model_that_raises_leaves_the_others(monkeypatch, where):
     if where == "call":
         case = ModelCase("tiny", lambda: model, work, {"preset": "reference"}, rounds=1, others={"refused": refused})
     else:
-        initialize = fuseopt._initialize
+        initialize = api.initialize_silently
         monkeypatch.setattr(
-            fuseopt,
-            "_initialize",
+            api,
+            "initialize_silently",
             lambda twin, config, strict: refused(twin) if config == "x" else initialize(twin, config, strict),
         )
         case = ModelCase("tiny", lambda: model, work, {"refused": "x", "preset": "reference"}, rounds=1)

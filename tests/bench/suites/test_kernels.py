@@ -97,9 +97,11 @@ def test_bytes_are_of_all_arguments_but_as_far_as_a_cache_is_filled():
         raw.decode_linear(make(2, 8), weights, [], None, "", None, None, 1e-5, "", False, False, [make(99)])
         # How far each row of the cache is filled has to be known.
         real = (torch.zeros_like(tensor, device="cpu") for tensor in (query, cache, cache))
-        raw.decode_attention(*real, torch.tensor([5, 7]), None, None, None, 1.0, False)
+        raw.decode_attention(*real, None, None, torch.tensor([5, 7]), None, None, None, 1.0, False)
         of_heads = (None, None, False, None, None, 1e-6, 0.0, 0, 0.0)
-        raw.decode_attention_(query, query, query, cache, cache, slot, None, None, None, None, 1.0, *of_heads, False)
+        scales, eight = make(2, 3, 20).float(), cache.to(torch.int8)
+        for caches in ((cache, cache, None, None), (eight, eight, scales, scales)):
+            raw.decode_attention_(query, query, query, *caches, slot, None, None, None, None, 1.0, *of_heads, False)
         ids = torch.empty(2, 5, dtype=torch.int64, device="meta")
         end = (ids[:, 0], ids, ids[0, :1], ids[:, 0] > 0, ids[0, 0] > 0, ids[0, :1], None, [], True)
         of_norm = ("rms_norm", make(8), None, 1e-5)
@@ -115,6 +117,7 @@ def test_bytes_are_of_all_arguments_but_as_far_as_a_cache_is_filled():
         ("decode_linear", 2 * (2 * 8 + 2 * 16 * 8)),
         ("decode_attention", row * (1 + 2 * 7) + 16),
         ("decode_attention", row * (3 + 2 * 11) + 8),
+        ("decode_attention", row * 3 + 2 * 2 * 3 * 11 * (4 + 4) + 8),
         ("decode_linear", 2 * (2 * 8 + 9 * 8 + 8)),
         ("decode_select", None),
         ("decode_linear", 2 * (2 * 8 + 8 * 8)),

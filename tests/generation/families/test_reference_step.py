@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -30,6 +31,7 @@ from tests.generation.families.tiny_decoders import (
     step_of,
 )
 from tests.generation.same_calls import GENERATION
+from tests.ops.cases import RawCalls, error
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -132,8 +134,6 @@ def test_the_step_gives_what_the_reference_does(
     family: str, rows: int, stored: torch.dtype | None, each_device: torch.device
 ) -> None:
     """On a GPU by the kernels; `stored` for keys and values in 8 bits."""
-    if stored is not None and each_device.type == "cuda":
-        pytest.skip("no step on a GPU keeps keys and values in 8 bits")
     model = randomised((DECODERS | ENCODER_DECODERS)[family]())
     step_class, encodes = step_of(model), model.config.is_encoder_decoder
     generator = torch.Generator().manual_seed(2)
@@ -155,6 +155,36 @@ def test_the_step_gives_what_the_reference_does(
         torch.stack([(a - b).abs().sum() for a, b in zip(ours, wanted, strict=True)]).sum() for ours in (got, unrounded)
     )
     assert off < 0.25 * rounding
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(grouped, "llama", head_dim=16),
+        partial(grouped, "gemma3_text", head_dim=16, query_pre_attn_scalar=16, sliding_window=4),
+        partial(tiny.gpt2, n_embd=48, n_head=3),
+        partial(tiny.t5, d_kv=16),
+    ],
+    ids=["llama", "gemma3", "gpt2", "t5"],
+)
+@torch.no_grad()
+def test_kernels_read_a_cache_in_8_bits(make: Callable[[], nn.Module], stored: torch.dtype) -> None:
+    """In bfloat16, whose own rounding of the other numbers is as large as that to 8 bits."""
+    model = randomised(make()).cuda().bfloat16()
+    prompt, tokens = torch.randint(3, tiny.VOCAB, (3, 5)).cuda(), torch.randint(3, tiny.VOCAB, (3, 4)).cuda()
+    encoded = None
+    if model.config.is_encoder_decoder:
+        prompt, encoded = prompt[:, :1], torch.randn(3, 7, model.config.d_model).cuda().bfloat16()
+    with RawCalls() as raw:
+        got = step_logits(model, prompt, tokens, encoded, stored)
+    assert raw.names().count("decode_attention_.default") >= 2 * tokens.shape[1]
+    plain = reference_logits(step_of(model).spec_of(model), prompt, tokens, encoded, stored)
+    exact_model = copy.deepcopy(model).double()
+    wide = None if encoded is None else encoded.double()
+    exact = reference_logits(step_of(exact_model).spec_of(exact_model), prompt, tokens, wide, stored)
+    assert error(got, exact) <= 2 * error(plain, exact) + 4 * torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize(

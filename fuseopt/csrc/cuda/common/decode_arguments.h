@@ -111,6 +111,9 @@ struct DecodeAttention {
   Heads value;
   void* key_cache;
   void* value_cache;
+  CacheDType cache_dtype;
+  float* key_scales;  // [rows of the caches, kv_heads, capacity] if the caches have 8 bits an element, else null
+  float* value_scales;
   int64_t rows;
   int64_t heads;
   int64_t kv_heads;
@@ -170,7 +173,7 @@ struct PromptAttention {
   float score_scale;  // `scale` for scores in powers of two; set by the launcher
 };
 
-// Rotates a prompt's queries and keys, and writes its keys and values to the first slots of a cache.
+// Rotates a prompt's queries and keys, and writes its keys and values to slots of a cache.
 struct RotaryStore {
   struct Heads {
     void* data;  // [rows, tokens, heads, head_dim], head_dim contiguous
@@ -182,6 +185,7 @@ struct RotaryStore {
   Heads qkv;  // heads of queries, then of keys, then of values
   Heads key_cache, value_cache;
   Heads query;  // the rotated queries
+  const int64_t* slot;  // the first slot written; null for 0
   int64_t rows;
   int64_t length;
   int64_t heads;

@@ -85,11 +85,12 @@ __device__ inline uint4 load_lines(const void* line) {
 }
 
 // The place in shared memory of a 16-byte piece of a line of kPieces pieces. The loads above take 8 neighbouring lines
-// together; their pieces of one number are in different banks. For an even `i` below kPieces and the first two pieces,
-// index ^ i is the place of piece + i.
+// together; their pieces of one number are in different banks. kPieces is a power of two from 4 on. For an even `i` below
+// kPieces and the first two pieces, index ^ i is the place of piece + i.
 template <int kPieces>
 __device__ inline int piece_index(int line, int piece) {
-  return line * kPieces + (piece ^ line % 8);
+  constexpr int kLines = kPieces < 8 ? 8 / kPieces : 1;  // lines of the shared memory's 128 bytes
+  return line * kPieces + (piece ^ line / kLines % (8 / kLines));
 }
 
 template <typename T>

@@ -310,10 +310,49 @@ cudaError_t launch_as(const DecodeAttention& attention, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
+// Calls `function` with the tags of the query's dtype and the caches' elements, of 8 bits; for what there is no kernel for
+// it returns `otherwise`.
+template <typename Function, typename Result>
+Result with_quantized(const DecodeAttention& attention, Function function, Result otherwise) {
+  const auto of_query = [&](auto stored) {
+    if (attention.dtype == kFloat16) return function(TypeTag<__half>{}, stored);
+    return attention.dtype == kBFloat16 ? function(TypeTag<__nv_bfloat16>{}, stored) : otherwise;
+  };
+  switch (attention.cache_dtype) {
+    case kInt8: return of_query(TypeTag<Int8>{});
+    case kFp8: return of_query(TypeTag<Fp8>{});
+    case kAsQuery: break;
+  }
+  return otherwise;
+}
+
+int64_t quantized_workspace(const DecodeAttention& attention) {
+  return with_quantized(
+      attention,
+      [&](auto of_query, auto stored) {
+        return grouped_workspace<typename decltype(of_query)::type, typename decltype(stored)::type>(attention);
+      },
+      int64_t(0));
+}
+
+cudaError_t launch_quantized(const DecodeAttention& attention, cudaStream_t stream) {
+  return with_quantized(
+      attention,
+      [&](auto of_query, auto stored) {
+        cudaError_t error = cudaErrorInvalidValue;
+        launch_decode_attention_grouped<typename decltype(of_query)::type, typename decltype(stored)::type>(
+            attention, stream, error);
+        return error;
+      },
+      cudaErrorInvalidValue);
+}
+
 }  // namespace
 
 extern "C" int64_t fuseopt_decode_attention_workspace(const DecodeAttention& attention) {
-  if (suits_mma(attention) || attention.rows * attention.heads * attention.head_dim == 0) return 0;
+  if (attention.rows * attention.heads * attention.head_dim == 0) return 0;
+  if (attention.cache_dtype != kAsQuery) return quantized_workspace(attention);
+  if (suits_mma(attention)) return 0;
   if (attention.dtype == kFloat16) return grouped_workspace<__half>(attention);
   return attention.dtype == kBFloat16 ? grouped_workspace<__nv_bfloat16>(attention) : 0;
 }
@@ -321,6 +360,7 @@ extern "C" int64_t fuseopt_decode_attention_workspace(const DecodeAttention& att
 extern "C" cudaError_t fuseopt_decode_attention(DecodeAttention attention, cudaStream_t stream) {
   if (attention.rows == 0 || attention.heads == 0 || attention.head_dim == 0) return cudaSuccess;
   attention.score_scale = static_cast<float>(attention.scale) * kLog2E;
+  if (attention.cache_dtype != kAsQuery) return launch_quantized(attention, stream);
   switch (static_cast<DType>(attention.dtype)) {
     case kFloat16: return launch_as<__half>(attention, stream);
     case kBFloat16: return launch_as<__nv_bfloat16>(attention, stream);

@@ -4,6 +4,11 @@
 namespace fuseopt::decode_attention_binding {
 namespace {
 
+// Whether a kernel can load 8 elements of 16 bits at once.
+bool is_aligned(const DecodeAttention::Heads& heads) {
+  return reinterpret_cast<uintptr_t>(heads.data) % 16 == 0 && heads.row_stride % 8 == 0 && heads.head_stride % 8 == 0;
+}
+
 // Pointers and strides of [rows, heads, head_dim] with head_dim contiguous.
 DecodeAttention::Heads heads_of(const Tensor& tensor) {
   return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1)};
@@ -17,6 +22,26 @@ struct Update {
   int64_t window;
   double softcap;
 };
+
+void add_scales(const char* op, const Scales& scales, PdlGuard& guard, DecodeAttention& attention) {
+  for (const Tensor& of : {scales.keys, scales.values}) {
+    FUSEOPT_CHECK(attention.key.data == nullptr || of.is_contiguous(), "fuseopt::", op,
+                  ": the scales must be contiguous, as they are written to");
+  }
+  FUSEOPT_CHECK(attention.dtype == kFloat16 || attention.dtype == kBFloat16, "fuseopt::", op,
+                ": query must be float16 or bfloat16");
+  FUSEOPT_CHECK(attention.head_dim % 16 == 0, "fuseopt::", op, ": head_dim must be a multiple of 16, not ",
+                attention.head_dim);
+  attention.cache_dtype = scales.dtype;
+  attention.key_scales = static_cast<float*>(guard.contiguous(scales.keys).data_ptr());
+  attention.value_scales = static_cast<float*>(guard.contiguous(scales.values).data_ptr());
+  for (const DecodeAttention::Heads& heads : {attention.query, attention.key, attention.value,
+                                              DecodeAttention::Heads{attention.key_cache, 0, 0},
+                                              DecodeAttention::Heads{attention.value_cache, 0, 0}}) {
+    FUSEOPT_CHECK(is_aligned(heads), "fuseopt::", op, ": query, key, value and the caches must begin at multiples of 16 ",
+                  "bytes, and strides of the former must be multiples of 8");
+  }
+}
 
 // The guard keeps copies.
 void add_update(const char* op, const Update& update, const Tensor& key_cache, const Tensor& value_cache,
@@ -43,8 +68,9 @@ void add_update(const char* op, const Update& update, const Tensor& key_cache, c
 }
 
 Tensor attend(const char* op, const Tensor& query, const std::optional<Update>& update, const Tensor& key_cache,
-              const Tensor& value_cache, const Tensor& lengths, const std::optional<Tensor>& starts,
-              const std::optional<Tensor>& mask, const std::optional<Tensor>& bias, double scale, bool pdl) {
+              const Tensor& value_cache, const std::optional<Scales>& scales, const Tensor& lengths,
+              const std::optional<Tensor>& starts, const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
+              double scale, bool pdl) {
   constexpr int64_t kMaxHeadDim = 256;
   FUSEOPT_CHECK(query.dim() == 3 && key_cache.dim() == 4 && value_cache.dim() == 4, "fuseopt::", op,
                 ": query must be [rows, heads, head_dim], the caches [batch, kv_heads, capacity, head_dim]");
@@ -81,6 +107,7 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<Update>& 
   attention.key_cache = keys.data_ptr();
   attention.value_cache = values.data_ptr();
   if (update.has_value()) add_update(op, *update, key_cache, value_cache, guard, attention);
+  if (scales.has_value()) add_scales(op, *scales, guard, attention);
   const auto places = guard.contiguous(mask);
   attention.mask = static_cast<const bool*>(data_of(places));
   const auto distances = guard.contiguous(bias);
@@ -99,22 +126,26 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<Update>& 
   return output;
 }
 
-Tensor decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor lengths,
-                        std::optional<Tensor> starts, std::optional<Tensor> mask, std::optional<Tensor> bias,
-                        double scale, bool pdl) {
-  return attend("decode_attention", query, std::nullopt, key_cache, value_cache, lengths, starts, mask, bias, scale,
-                pdl);
+Tensor decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, std::optional<Tensor> key_scales,
+                        std::optional<Tensor> value_scales, Tensor lengths, std::optional<Tensor> starts,
+                        std::optional<Tensor> mask, std::optional<Tensor> bias, double scale, bool pdl) {
+  constexpr const char* op = "decode_attention";
+  const auto scales = scales_of(op, query, key_cache, key_scales, value_scales);
+  return attend(op, query, std::nullopt, key_cache, value_cache, scales, lengths, starts, mask, bias, scale, pdl);
 }
 
 Tensor decode_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache,
-                         Tensor positions, std::optional<Tensor> starts, std::optional<Tensor> mask,
-                         std::optional<Tensor> bias, std::optional<Tensor> ancestry, double scale,
-                         std::optional<Tensor> rotary, std::optional<Tensor> row_positions, bool interleaved,
-                         std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, double norm_eps,
-                         double norm_offset, int64_t window, double softcap, bool pdl) {
+                         std::optional<Tensor> key_scales, std::optional<Tensor> value_scales, Tensor positions,
+                         std::optional<Tensor> starts, std::optional<Tensor> mask, std::optional<Tensor> bias,
+                         std::optional<Tensor> ancestry, double scale, std::optional<Tensor> rotary,
+                         std::optional<Tensor> row_positions, bool interleaved, std::optional<Tensor> q_norm,
+                         std::optional<Tensor> k_norm, double norm_eps, double norm_offset, int64_t window,
+                         double softcap, bool pdl) {
+  constexpr const char* op = "decode_attention_";
   const RotationArguments rotation{rotary, row_positions, interleaved, q_norm, k_norm, norm_eps, norm_offset};
   const Update update{key, value, ancestry, rotation, window, softcap};
-  return attend("decode_attention_", query, update, key_cache, value_cache, positions, starts, mask, bias, scale, pdl);
+  const auto scales = scales_of(op, query, key_cache, key_scales, value_scales);
+  return attend(op, query, update, key_cache, value_cache, scales, positions, starts, mask, bias, scale, pdl);
 }
 
 }  // namespace

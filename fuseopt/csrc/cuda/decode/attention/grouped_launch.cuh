@@ -1,6 +1,7 @@
 // How decode_attention_grouped_kernel is launched, and the kernel that merges the parts of a long cache.
 #pragma once
 
+#include "cuda/decode/attention/attention_launchers.h"
 #include "cuda/decode/attention/grouped.cuh"
 
 namespace fuseopt {
@@ -71,15 +72,19 @@ inline int64_t grouped_units(const DecodeAttention& attention) {
          ceil_div(attention.queries_per_kv, kTileQueries);
 }
 
-template <typename T, int kDims>
+template <typename T, int kDims, typename Stored>
 GroupedShape grouped_shape(const DecodeAttention& attention) {
-  using Memory = GroupedMemory<T, kDims>;
+  using Memory = GroupedMemory<T, kDims, Stored>;
   // TUNED: H200, bfloat16, 160 to 32768 keys, 1 to 64 rows of 8 heads of keys. Blocks of which two fit on a multiprocessor
   // are faster than those with more stages, as their clusters all find a place. 2048 keys of 128 dimensions, 1 row: 8.6 us
   // in clusters of 16 blocks, 7.5 with as many that leave parts; of 64 dimensions, clusters of 8: 5.8 and 6.3 (2992d6f).
   // Layers of Llama-3.2-1B, 1 row, 160 of 512 places: 707 us with clusters of two blocks, 669 with one of two stages.
   // One row of 32768 keys, behind a layer: 1 head of keys of 256 dimensions: 16.8 us with 128 blocks of 8 warps, 12.8 with
   // 4 warps of 3 stages; 2 heads of 64: 8.9 with 128 blocks, 6.7 with 66 of 3 stages; 8 heads: 33 blocks are best (5b3e12e).
+  // Elements of 8 bits take twice the arithmetic a byte, so 8 warps a multiprocessor are too few if heads have 64 dimensions:
+  // int8, 16 rows of 16384 keys, 8 heads: 119 us with one block of two stages a head, 72 with two, which leave parts; of 128
+  // dimensions, 8192 keys: 67 and 72 us (2026-11-30).
+  constexpr bool kTakesMoreWarps = Memory::kIsQuantized && kDims == 64;
   constexpr int64_t kLongTiles = 128, kFewTiles = 16;
   constexpr unsigned kManyParts = 64;
   static_assert(Memory::fixed_bytes() + kMaxGroupedWarps / 2 * sizeof(typename Memory::Tiles) <= kLeastSharedBytesOfSm80);
@@ -92,6 +97,10 @@ GroupedShape grouped_shape(const DecodeAttention& attention) {
   if (units > processors) {
     if (tiles <= kFewTiles) shape.warps = std::min(shape.warps, 4u);
     return shape;
+  }
+  if (const GroupedShape two{kMaxGroupedWarps, 2, 2, true};
+      kTakesMoreWarps && tiles >= kLongTiles && units * 2 > processors && fits(two)) {
+    return two;
   }
   const int64_t long_tiles = is_sm90_or_newer() ? kLongTiles : 2 * shape.warps;  // elsewhere there are no clusters
   if (tiles >= long_tiles && units * 2 <= processors) {
@@ -126,16 +135,16 @@ inline int64_t workspace_of(const DecodeAttention& attention, const GroupedShape
   return shape.leaves_parts ? attention.rows * attention.heads * shape.blocks * (attention.head_dim + 2) : 0;
 }
 
-template <typename T, int kDims>
+template <typename T, int kDims, typename Stored>
 cudaError_t launch_grouped_kernel(const DecodeAttention& attention, const GroupedShape& grouped, cudaStream_t stream) {
   const int64_t items = attention.rows * attention.group / attention.queries_per_kv;
   const LaunchShape shape{.blocks = static_cast<unsigned>(items) * grouped.blocks,
                           .threads = grouped.warps * kWarpSize,
-                          .shared_bytes = GroupedMemory<T, kDims>::bytes(grouped),
+                          .shared_bytes = GroupedMemory<T, kDims, Stored>::bytes(grouped),
                           .cluster_blocks = grouped.leaves_parts ? 1 : grouped.blocks,
                           .blocks_y = static_cast<unsigned>(attention.kv_heads),
                           .blocks_z = static_cast<unsigned>(ceil_div(attention.queries_per_kv, kTileQueries))};
-  const auto kernel = decode_attention_grouped_kernel<T, kDims>;
+  const auto kernel = decode_attention_grouped_kernel<T, kDims, Stored>;
   constexpr unsigned kPortableCluster = 8;
   if (shape.cluster_blocks > kPortableCluster) {
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
@@ -160,24 +169,27 @@ auto with_grouped_dims(const DecodeAttention& attention, Function function) {
                                      : function(IntTag<256>{});
 }
 
-inline bool takes_grouped(const DecodeAttention& attention) {
-  return compute_capability_major() >= 8 && attention.head_dim % 8 == 0 && attention.head_dim <= 256;
+// `Stored` as in grouped.cuh.
+template <typename T, typename Stored>
+bool takes_grouped(const DecodeAttention& attention) {
+  constexpr int kPieceDims = std::is_same_v<T, Stored> ? 8 : 16;
+  return compute_capability_major() >= 8 && attention.head_dim % kPieceDims == 0 && attention.head_dim <= 256;
 }
 
-template <typename T>
+template <typename T, typename Stored>
 int64_t grouped_workspace(const DecodeAttention& attention) {
-  if (!takes_grouped(attention)) return 0;
+  if (!takes_grouped<T, Stored>(attention)) return 0;
   return with_grouped_dims(attention, [&](auto dims) {
-    return workspace_of(attention, grouped_shape<T, decltype(dims)::value>(attention));
+    return workspace_of(attention, grouped_shape<T, decltype(dims)::value, Stored>(attention));
   });
 }
 
-template <typename T>
+template <typename T, typename Stored>
 bool launch_decode_attention_grouped(const DecodeAttention& attention, cudaStream_t stream, cudaError_t& error) {
-  if (!takes_grouped(attention)) return false;
+  if (!takes_grouped<T, Stored>(attention)) return false;
   error = with_grouped_dims(attention, [&](auto dims) {
     constexpr int kDims = decltype(dims)::value;
-    return launch_grouped_kernel<T, kDims>(attention, grouped_shape<T, kDims>(attention), stream);
+    return launch_grouped_kernel<T, kDims, Stored>(attention, grouped_shape<T, kDims, Stored>(attention), stream);
   });
   return true;
 }

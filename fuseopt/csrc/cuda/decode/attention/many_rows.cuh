@@ -30,10 +30,10 @@ struct ManyRows {
   int stages;  // 1 or 2 for each warp
 };
 
-// A tile in shared memory.
-template <typename T, int kDims>
-struct SharedTile {
-  static constexpr int kPieces = kDims / 8;  // pieces of a key
+// Keys and values of a tile in shared memory, in pieces of 16 bytes.
+template <typename Element, int kDims>
+struct TileStorage {
+  static constexpr int kPieceDims = sizeof(uint4) / sizeof(Element), kPieces = kDims / kPieceDims;  // pieces of a key
   static constexpr int kCopyKeys = kWarpSize / kPieces, kCopies = kTileKeys / kCopyKeys;
   uint4 keys[kTileKeys * kPieces], values[kTileKeys * kPieces];
 
@@ -49,44 +49,24 @@ struct SharedTile {
   // Starts copies from a cache to neighbouring tiles, with zeros after the cache's end. `keys` and `values` point to
   // the lane's first piece, `offset_of` gives the offset of a later key from there, and `there` is the number of keys
   // from it on.
-  template <int kTiles, typename OffsetOf, typename... Policy>
-  __device__ static void fetch(SharedTile (&tiles)[kTiles], const T* keys, const T* values, int there, OffsetOf offset_of,
-                               Policy... policy) {
+  template <typename Tile, int kTiles, typename OffsetOf, typename... Policy>
+  __device__ static void fetch(Tile (&tiles)[kTiles], const Element* keys, const Element* values, int there,
+                               OffsetOf offset_of, Policy... policy) {
 #pragma unroll
     for (int copy = 0; copy < kTiles * kCopies; ++copy) {
       const int key = copy * kCopyKeys;
       const auto offset = offset_of(key);
-      SharedTile& tile = tiles[copy / kCopies];
+      Tile& tile = tiles[copy / kCopies];
       copy_async(&tile.keys[own_index(copy % kCopies)], keys + offset, key < there, policy...);
       copy_async(&tile.values[own_index(copy % kCopies)], values + offset, key < there, policy...);
     }
   }
 
   // Writes the lane's piece of a key, or of a value, into neighbouring tiles.
-  template <int kTiles>
-  __device__ static void put(SharedTile (&tiles)[kTiles], int key, bool is_value, uint4 piece) {
-    SharedTile& tile = tiles[key / kTileKeys];
+  template <typename Tile, int kTiles>
+  __device__ static void put(Tile (&tiles)[kTiles], int key, bool is_value, uint4 piece) {
+    Tile& tile = tiles[key / kTileKeys];
     (is_value ? tile.values : tile.keys)[index(key % kTileKeys, own_piece())] = piece;
-  }
-
-  // See Tile::multiply_keys. `query` has pairs of dimensions, lane % 4 * 2 + 8 i.
-  __device__ void multiply_keys(const unsigned (&query)[kPieces], float (&scores)[4]) const {
-    const int lane = threadIdx.x % kWarpSize, key = lane % 16, piece = lane / 16;
-#pragma unroll
-    for (int i = 0; i < kPieces; i += 2) {
-      const uint4 part = load_lines(&keys[index(key, piece) ^ i]);
-      multiply<T>(scores, {part.x, part.z}, {part.y, part.w}, query[i], query[i + 1]);
-    }
-  }
-
-  // sums[i]: dimension lane / 4 + 16 i (+ 8 in its second half) for queries lane % 4 * 2 (+ 1).
-  __device__ void add_values(float (&sums)[kDims / 16][4], unsigned low_keys, unsigned high_keys) const {
-    const int lane = threadIdx.x % kWarpSize, key = lane % 8 + lane / 16 * 8, piece = lane / 8 % 2;
-#pragma unroll
-    for (int i = 0; i < kPieces; i += 2) {
-      const uint4 part = load_transposed(&values[index(key, piece) ^ i]);
-      multiply<T>(sums[i / 2], {part.x, part.z}, {part.y, part.w}, low_keys, high_keys);
-    }
   }
 
   // Needed because a weight of 0 times NaN or infinity is NaN.
@@ -99,20 +79,51 @@ struct SharedTile {
   }
 };
 
+// A tile in shared memory, of elements that the tensor cores take.
+template <typename T, int kDims>
+struct SharedTile : TileStorage<T, kDims> {
+  using Storage = TileStorage<T, kDims>;
+  using Storage::index, Storage::keys, Storage::kPieces, Storage::values;
+
+  // See Tile::multiply_keys. `query` has pairs of dimensions, lane % 4 * 2 + 8 i.
+  __device__ void multiply_keys(const unsigned (&query)[kPieces], float (&scores)[4]) const {
+    const int lane = threadIdx.x % kWarpSize, key = lane % 16, piece = lane / 16;
+#pragma unroll
+    for (int i = 0; i < kPieces; i += 2) {
+      const uint4 part = load_lines(&keys[index(key, piece) ^ i]);
+      multiply<T>(scores, {part.x, part.z}, {part.y, part.w}, query[i], query[i + 1]);
+    }
+  }
+
+  // The dimension of half i % 2 of sums[i / 2].
+  __device__ static int dim_of(int i) { return threadIdx.x % kWarpSize / 4 + i * 8; }
+
+  // sums[i]: dimensions dim_of(2 i) and, in its second half, dim_of(2 i + 1), for queries lane % 4 * 2 (+ 1).
+  __device__ void add_values(float (&sums)[kDims / 16][4], unsigned low_keys, unsigned high_keys) const {
+    const int lane = threadIdx.x % kWarpSize, key = lane % 8 + lane / 16 * 8, piece = lane / 8 % 2;
+#pragma unroll
+    for (int i = 0; i < kPieces; i += 2) {
+      const uint4 part = load_transposed(&values[index(key, piece) ^ i]);
+      multiply<T>(sums[i / 2], {part.x, part.z}, {part.y, part.w}, low_keys, high_keys);
+    }
+  }
+};
+
 // A warp's result: the largest score (in powers of two), the sum of exponentials, and the values weighted by these. It
 // overwrites the warp's tiles.
-template <typename T, int kDims>
+template <int kDims>
 struct SharedResult {
   float values[kTileQueries][kDims], largest[kTileQueries], sum[kTileQueries];
 
-  __device__ void leave(const Attended<T, kDims>& attended, int queries) {
+  template <typename Tile, typename Attended>
+  __device__ void leave(const Attended& attended, int queries) {
     const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
       const int query = lane % 4 * 2 + q;
       if (query >= queries) continue;
 #pragma unroll
-      for (int i = 0; i < kDims / 8; ++i) values[query][lane / 4 + i * 8] = attended.weighted[i / 2][i % 2 * 2 + q];
+      for (int i = 0; i < kDims / 8; ++i) values[query][Tile::dim_of(i)] = attended.weighted[i / 2][i % 2 * 2 + q];
       largest[query] = attended.largest[q];
       sum[query] = attended.sum[q];
     }
@@ -125,7 +136,7 @@ __global__ void __launch_bounds__(kManyRowsAttentionWarps* kWarpSize, kManyRowsB
   using Tile = SharedTile<T, kDims>;
   constexpr int kTiles = kTileStageBytes / sizeof(Tile), kKeys = kTiles * kTileKeys;
   using Tiles = Tile[kTiles];
-  using Result = SharedResult<T, kDims>;
+  using Result = SharedResult<kDims>;
   static_assert(sizeof(Result) <= sizeof(Tiles));
   let_successor_start();
   const DecodeAttention& attention = many.attention;
@@ -248,7 +259,7 @@ __global__ void __launch_bounds__(kManyRowsAttentionWarps* kWarpSize, kManyRowsB
     return;
   }
   const auto result_of = [&](int warp) { return reinterpret_cast<Result*>(stages + (warp - own) * many.stages); };
-  result_of(own)->leave(attended, queries);
+  result_of(own)->template leave<Tile>(attended, queries);
   wait_at_barrier(threadIdx.y + 1, blockDim.x);  // for the warps that share a (row, head)
   constexpr int kLaneDims = kDims / kWarpSize;
 #pragma unroll 1

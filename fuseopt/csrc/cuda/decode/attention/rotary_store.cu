@@ -25,9 +25,10 @@ __global__ void __launch_bounds__(kThreads) rotary_store_kernel(const __grid_con
   const int total = heads + 2 * kv_heads;
   const LaneRotation<Acc> rotation(store.rotation, index, dim, head_dim);
   Acc* const own_scratch = scratch + (threadIdx.x - lane % kGroup) * LaneRotation<Acc>::kScratch;
-  const auto vector_of = [&](const RotaryStore::Heads& of, int head) {
-    return static_cast<T*>(of.data) + row * of.row_stride + token * of.token_stride + head * of.head_stride;
+  const auto vector_of = [&](const RotaryStore::Heads& of, int head, int64_t first = 0) {
+    return static_cast<T*>(of.data) + row * of.row_stride + (first + token) * of.token_stride + head * of.head_stride;
   };
+  const int64_t slot = store.slot == nullptr ? 0 : *store.slot;
   for (int first = blockIdx.y * kGroups; first < total; first += gridDim.y * kGroups) {
     const int head = first + lane / kGroup;
     const HeadPart part = head < heads              ? HeadPart::kQuery
@@ -38,8 +39,8 @@ __global__ void __launch_bounds__(kThreads) rotary_store_kernel(const __grid_con
     vector.template rotate<kGroup>(rotation, part, own_scratch);
     if (head >= total) continue;
     T* const to = part == HeadPart::kQuery ? vector_of(store.query, head)
-                  : part == HeadPart::kKey ? vector_of(store.key_cache, head - heads)
-                                           : vector_of(store.value_cache, head - heads - kv_heads);
+                  : part == HeadPart::kKey ? vector_of(store.key_cache, head - heads, slot)
+                                           : vector_of(store.value_cache, head - heads - kv_heads, slot);
     vector.store(to, dim, head_dim, store.aligned);
   }
 }

@@ -13,9 +13,10 @@ RotaryStore::Heads cache_of(const Tensor& cache, const RotaryStore& store) {
   return {cache.data_ptr(), cache.stride(0), cache.stride(2), cache.stride(1)};
 }
 
-Tensor decode_rotary_store_(Tensor qkv, Tensor key_cache, Tensor value_cache, std::optional<Tensor> rotary,
-                            std::optional<Tensor> row_positions, bool interleaved, std::optional<Tensor> q_norm,
-                            std::optional<Tensor> k_norm, double norm_eps, double norm_offset, bool pdl) {
+Tensor decode_rotary_store_(Tensor qkv, Tensor key_cache, Tensor value_cache, std::optional<Tensor> slot,
+                            std::optional<Tensor> rotary, std::optional<Tensor> row_positions, bool interleaved,
+                            std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, double norm_eps,
+                            double norm_offset, bool pdl) {
   FUSEOPT_CHECK(qkv.dim() == 4 && key_cache.dim() == 4, "fuseopt::", kOp,
                 ": qkv must be [rows, length, heads + 2 kv_heads, head_dim]");
   FUSEOPT_CHECK(qkv.size(3) <= kMaxHeadDim, "fuseopt::", kOp, ": head_dim must be ", kMaxHeadDim, " at most, not ",
@@ -34,6 +35,10 @@ Tensor decode_rotary_store_(Tensor qkv, Tensor key_cache, Tensor value_cache, st
   store.qkv = {vectors.data_ptr(), vectors.stride(0), vectors.stride(1), vectors.stride(2)};
   store.key_cache = cache_of(key_cache, store);
   store.value_cache = cache_of(value_cache, store);
+  if (slot.has_value()) {
+    FUSEOPT_CHECK(slot->numel() == 1, "fuseopt::", kOp, ": slot must have one element");
+    store.slot = static_cast<const int64_t*>(slot->data_ptr());
+  }
   const RotationArguments arguments{rotary, guard.contiguous(row_positions), interleaved, q_norm, k_norm, norm_eps,
                                     norm_offset};
   store.rotation = rotation_of(kOp, arguments, store.head_dim, store.rows * store.length, guard);
@@ -47,6 +52,7 @@ Tensor decode_rotary_store_(Tensor qkv, Tensor key_cache, Tensor value_cache, st
 constexpr auto kRotaryStoreInPlace = arguments("decode_rotary_store_", {{"qkv", kFloats},
                                                                         {"key_cache", kFloats, "qkv"},
                                                                         {"value_cache", kFloats, "qkv"},
+                                                                        {"slot", kOnlyLong},
                                                                         {"rotary", kOnlyFloat},
                                                                         {"row_positions", kIntegers},
                                                                         {"q_norm", kFloats},

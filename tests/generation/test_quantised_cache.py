@@ -12,9 +12,9 @@ from transformers.cache_utils import DynamicLayer
 import fuseopt
 from fuseopt.build import loader
 from fuseopt.errors import ConfigError
-from fuseopt.generation.engine.quantized_cache import (
+from fuseopt.generation.engine.quantised_cache import (
     CACHE_DTYPES,
-    QuantizedCache,
+    QuantisedCache,
     append,
     fill,
     filled,
@@ -24,10 +24,9 @@ from fuseopt.generation.engine.state import Sizes
 from fuseopt.generation.families.llama import LlamaStep
 from fuseopt.generation.tiers import Tier
 from fuseopt.ops import backends, dequantize_heads, quantize_heads
-from fuseopt.ops.decode.quantized_attention import UPDATE_RAW
-from fuseopt.ops.low_bit import no_kernel_reason
+from fuseopt.ops.decode.attention import UPDATE_RAW
 from tests import tiny
-from tests.generation.families.tiny_decoders import DECODERS, ENCODER_DECODERS, randomised
+from tests.generation.families.tiny_decoders import DECODERS, ENCODER_DECODERS, grouped, randomised
 from tests.generation.same_calls import prompt
 
 KINDS = sorted(CACHE_DTYPES)
@@ -141,7 +140,7 @@ def test_the_cache_takes_the_bytes_that_the_shape_says(kind: str) -> None:
 def test_slots_are_filled_and_appended(stored: torch.dtype) -> None:
     torch.manual_seed(0)
     shape = 2, 3, 2, 9, 16
-    cache = QuantizedCache(torch.zeros(shape, dtype=stored), torch.zeros(shape[:-1]))
+    cache = QuantisedCache(torch.zeros(shape, dtype=stored), torch.zeros(shape[:-1]))
     vectors, key, value = torch.randn(2, 3, 2, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
     fill(cache, 2, vectors)
     append(cache, torch.tensor([6]), key, value)
@@ -162,17 +161,20 @@ def test_the_plan_says_what_is_kept_in_8_bits() -> None:
         (replacement,) = fuseopt.plan(model, config).replacements
     assert "keys and values stay in the model's dtype: LlamaStep takes none in 8 bits" in replacement.reason
     with backends.assume_gpu((9, 0)):
-        (replacement,) = fuseopt.plan(model, config).replacements
-    assert "stay in the model's dtype: kernels for keys and values in 8 bits run on a CPU" in replacement.reason
+        (replacement,) = fuseopt.plan(model.half(), config).replacements
+        assert f"the kernel takes no heads of {model.config.head_dim} dimensions" in replacement.reason
+        of_16 = grouped("llama", head_dim=16).half()
+        assert fuseopt.plan(of_16, config).replacements[0].reason.endswith("; keys and values in int8")
+        (replacement,) = fuseopt.plan(model.float(), config).replacements
+    assert "stay in the model's dtype: the kernel does not take torch.float32" in replacement.reason
     with pytest.raises(ConfigError, match="'int4' is not one of int8, fp8"):
         fuseopt.plan(model, {"generation": {"cache_dtype": "int4"}})
 
 
-@pytest.mark.parametrize("kind", ["cpu", "meta", "cuda", "mps", "xpu"])
-def test_caches_and_weights_are_in_8_bits_on_the_same_devices(kind: str) -> None:
-    device = torch.device(kind)
-    of_caches, of_weights = no_8_bit_cache_reason(device), no_kernel_reason(device)
-    assert (of_caches is None) == (of_weights is None) == (kind in ("cpu", "meta"))
+@pytest.mark.parametrize("kind", ["cpu", "meta", "mps", "xpu"])
+def test_devices_without_kernels_keep_the_models_dtype(kind: str) -> None:
+    reason = no_8_bit_cache_reason(torch.device(kind), torch.bfloat16, 64)
+    assert reason is None if kind in ("cpu", "meta") else "cuda" in str(reason)
 
 
 def test_verify_does_not_require_the_tokens_of_the_unquantised_cache() -> None:

@@ -1,4 +1,4 @@
-"""QuantizedCache: keys and values of a layer in 8 bits, with a scale for each head and slot."""
+"""QuantisedCache: keys and values of a layer in 8 bits, with a scale for each head and slot."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ import torch
 from torch import Tensor
 
 from fuseopt import ops
-from fuseopt.ops.decode.quantized_attention import LARGEST, dequantize_heads
-from fuseopt.ops.low_bit import no_kernel_reason
+from fuseopt.ops import registry
+from fuseopt.ops.decode.quantized_heads import LARGEST, OP, dequantize_heads, is_head_dim_of_kernel
 
 CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """By the name in a config."""
 assert set(CACHE_DTYPES.values()) == LARGEST.keys()
 
 
-def no_8_bit_cache_reason(device: torch.device) -> str | None:
+def no_8_bit_cache_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why caches on a device keep the model's dtype; None if they may be quantised."""
-    return no_kernel_reason(device, "keys and values in 8 bits")
+    if device.type in ("cpu", "meta"):
+        return None
+    choice = registry.get(OP).choose("auto", device, [dtype], may_build=True)
+    if choice.backend != "cuda":
+        return f"the kernel {'; '.join(choice.refused['cuda'])}"
+    return None if is_head_dim_of_kernel(head_dim) else f"the kernel takes no heads of {head_dim} dimensions"
 
 
-class QuantizedCache(NamedTuple):
+class QuantisedCache(NamedTuple):
     """A layer's cache in 8 bits, in place of a tensor [2, rows, kv_heads, capacity, head_dim] of the model's dtype.
 
     Attributes:
@@ -36,14 +41,16 @@ class QuantizedCache(NamedTuple):
     def shape(self) -> torch.Size:
         return self.elements.shape
 
-    @property
-    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Keys, values and their scales, as `ops.decode_quantized_attention_` takes them."""
-        return self.elements[0], self.elements[1], self.scales[0], self.scales[1]
 
-
-LayerCache: TypeAlias = Tensor | QuantizedCache
+LayerCache: TypeAlias = Tensor | QuantisedCache
 """Keys and values of one layer in a DecodeState."""
+
+
+def of_op(cache: LayerCache) -> tuple[Tensor, dict[str, Tensor]]:
+    """Keys and values [2, rows, kv_heads, capacity, head_dim], and their scales as options of ops.decode_attention."""
+    if isinstance(cache, Tensor):
+        return cache, {}
+    return cache.elements, {"key_scales": cache.scales[0], "value_scales": cache.scales[1]}
 
 
 def filled(cache: LayerCache, slots: int, dtype: torch.dtype) -> Tensor:

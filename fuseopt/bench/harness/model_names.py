@@ -1,0 +1,47 @@
+"""What a user may name as a model: an architecture, a folder, or a model id. Imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fuseopt.bench.harness.sizes import ARCHITECTURES
+from fuseopt.config_checks import in_lines, nearest
+from fuseopt.errors import ConfigError
+
+_MODEL_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def config_folder(source: str) -> Path | None:
+    """The folder with the config.json of a model: `source` itself, or that of a model id in transformers' cache.
+
+    Returns:
+        None for the name of an architecture, which has no folder.
+
+    Raises:
+        ConfigError: `source` is none of these, and the message names the nearest name; or the id is not in the cache.
+    """
+    if source in ARCHITECTURES:
+        return None
+    if (Path(source) / "config.json").is_file():
+        return Path(source)
+    if not _MODEL_ID.fullmatch(source):
+        hint = nearest(source, ARCHITECTURES)
+        raise ConfigError(
+            f"{source!r} is neither a folder with a config.json, nor a model id (owner/name), nor a name that fuseopt "
+            f"knows; {hint}names:\n{in_lines(ARCHITECTURES)}"
+        )
+    return _cached_folder(source)
+
+
+def _cached_folder(model_id: str) -> Path:
+    """The folder of transformers' cache that has a model's config; `from_pretrained` of an id opens connections."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model_id, "config.json")
+    if not isinstance(found, str):
+        raise ConfigError(
+            f"the config.json of {model_id} is not in transformers' cache, and fuseopt downloads nothing; run "
+            f"`hf download {model_id} config.json`, or give a folder that has one"
+        )
+    return Path(found).parent
