@@ -11,6 +11,7 @@ from torch import nn
 
 from fuseopt.generation.engine.graphs import StepGraphs
 from fuseopt.generation.engine.low_bit import LowBitWeights
+from fuseopt.generation.engine.parked_weights import fetch_all
 from fuseopt.generation.engine.quantised_cache import no_8_bit_cache_reason
 from fuseopt.generation.families.step_interface import DecodeStep, EncoderStep
 from fuseopt.generation.hf.fingerprint import ModelFingerprint, fingerprint
@@ -144,6 +145,9 @@ class CheckedStep:
                     raise
                 return ModelCheck("there was no memory for quantised weights")
             self.is_built = True
+            if self.low_bit is not None and self.low_bit.parked_bytes:
+                found = self._fingerprint = self._fingerprint_of(step_class.roots(self.model), None)
+                own = (*found.key, *step_class.constants(self.model), *ranks)
             self._key = (*own, *self._versions())
             self._unread = _unread_adapter(found, self.step, self.model)
         if self._unread is not None:
@@ -152,6 +156,7 @@ class CheckedStep:
         return ModelCheck(None, found is before and not is_rebuilt and encoder_is_unchanged)
 
     def _new_step(self) -> DecodeStep:
+        fetch_all(self.model)
         step = self.step_class(self.model)
         if self.low_bit is not None:
             step.quantise(self.model, self.low_bit)
