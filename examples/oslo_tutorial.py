@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, help="rows; default: 256 on a GPU, as in the tutorial; 8 on a CPU")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="default: %(default)s")
     parser.add_argument("--calls", type=int, help="timed calls; default: 10 on a GPU, as in the tutorial; 3 on a CPU")
-    parser.add_argument("--tiny", action="store_true", help="two layers of 32 columns, 1000 tokens: under a minute on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="two layers of 32 columns, 1000 tokens: a minute on a CPU")
     options = parser.parse_args(arguments)
     on_gpu = torch.cuda.is_available()
     device, dtype = "cuda" if on_gpu else "cpu", getattr(torch, options.dtype)
