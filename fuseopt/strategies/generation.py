@@ -87,7 +87,7 @@ def _plain_cache_reason(index: ModelIndex, model: nn.Module, step_class: type[De
     if not step_class.takes_quantised_cache:
         return f"{step_class.__name__} takes none in 8 bits"
     head_dim = step_class.head_dim_of(model)
-    reasons = (no_8_bit_cache_reason(device, index.dtype, head_dim) for device in index.devices)
+    reasons = (no_8_bit_cache_reason(device, index.dtype, head_dim, may_build=True) for device in index.devices)
     return next(filter(None, reasons), None)
 
 

@@ -18,7 +18,7 @@ from fuseopt.ops import registry
 from fuseopt.ops.low_bit import LowBitWeight, dequantize, not_quantised_reason, quantize
 from fuseopt.ops.packed_weight import PackedWeight, not_packed_reason, pack_for_cuda, unpacked
 from fuseopt.runtime.announcements import announce, is_bar_disabled
-from fuseopt.runtime.written_values import Samples, sample
+from fuseopt.runtime.written_values import ReadSamples, Samples, sample
 
 Stored = LowBitWeight | PackedWeight
 """A quantised weight as the kernels of its device read it."""
@@ -150,7 +150,8 @@ class LowBitWeights:
         self._read: dict[Hashable, tuple[Stored, ...]] = {}
         self._choice = LowBitChoice((), (), {})
         self._came: list[Linear] = []
-        self._samples: tuple[Samples, ...] = ()
+        self._tensors: list[Tensor] = []
+        self._samples: tuple[ReadSamples, ...] = ()
         self._weights: list[tuple[Tensor, ...]] = []
         self._parameters: list[Tensor] = []
         self.unquantised_bytes = self.parked_bytes = 0
@@ -167,8 +168,9 @@ class LowBitWeights:
         self._made = self._quantise_all(model)
         tensors = self._park(model)
         tensors += [tensor for layer in self._came for part in layer.checkpoint for tensor in part.tensors]
-        on_cpu, on_gpu = ([tensor for tensor in tensors if tensor.is_cpu is is_cpu] for is_cpu in (True, False))
-        self._samples = Samples(on_cpu), Samples(on_gpu)
+        self._tensors = tensors
+        by_device = ([tensor for tensor in tensors if tensor.is_cpu is is_cpu] for is_cpu in (True, False))
+        self._samples = tuple(ReadSamples(Samples(these)) for these in by_device if these)
 
     def _read_all(self) -> dict[Hashable, tuple[Stored, ...]]:
         read: dict[Hashable, tuple[Stored, ...]] = {}
@@ -238,8 +240,7 @@ class LowBitWeights:
 
         Waits for the device.
         """
-        tensors = (tensor for samples in self._samples for tensor in samples.tensors)
-        return (*map(_version, tensors), *(samples.read() for samples in self._samples))
+        return (*map(_version, self._tensors), *(samples.read() for samples in self._samples))
 
     @property
     def most_rows(self) -> int | None:
