@@ -9,6 +9,7 @@ from torch import nn
 
 from fuseopt.build import loader
 from fuseopt.config import Config, GenerationOptions
+from fuseopt.generation.engine.low_bit import packs_on
 from fuseopt.generation.engine.quantised_cache import no_8_bit_cache_reason
 from fuseopt.generation.families.step_interface import DecodeStep, StepName, decode_step_class, registered_step
 from fuseopt.model_index import ModelIndex
@@ -60,7 +61,7 @@ class GenerationStrategy:
         adapted = {path: module for path, module in model.named_modules() if lora.is_lora_linear(module)}
         around = (f"{path} {why}" for path, module in adapted.items() if (why := quantised.reason_against(module)))
         notes, options = [lora.described(adapted, next(around, None))] if adapted else [], config.generation
-        notes += [*_weight_notes(model, step, options), *_cache_notes(index, model, step, options)]
+        notes += [*_weight_notes(index, model, step, options), *_cache_notes(index, model, step, options)]
         notes += _prefix_notes(index, model, step, options)
         reason = "; ".join((_REASON, *notes))
         yield context.replacement((site,), "GenerationMixin", _TARGET, reason, build)
@@ -86,11 +87,11 @@ def _plain_cache_reason(index: ModelIndex, model: nn.Module, step_class: type[De
     if not step_class.takes_quantised_cache:
         return f"{step_class.__name__} takes none in 8 bits"
     head_dim = step_class.head_dim_of(model)
-    reasons = (no_8_bit_cache_reason(device, index.dtype, head_dim) for device in index.devices)
+    reasons = (no_8_bit_cache_reason(device, index.dtype, head_dim, may_build=True) for device in index.devices)
     return next(filter(None, reasons), None)
 
 
-def _weight_notes(model: nn.Module, step: StepName, options: GenerationOptions) -> Iterator[str]:
+def _weight_notes(index: ModelIndex, model: nn.Module, step: StepName, options: GenerationOptions) -> Iterator[str]:
     """Which weights are pre-quantised, which would be quantised, and why not the others."""
     step_class, weights = decode_step_class(step), options.weights
     below = {id(module) for module in modules_below(*step_class.roots(model))}
@@ -111,6 +112,8 @@ def _weight_notes(model: nn.Module, step: StepName, options: GenerationOptions) 
         yield f"weights in {weights}: none, since transformers decodes"
     else:
         yield f"weights in {weights}: {step_class.low_bit_choice(model, weights)}"
+        if weights.keep == "cpu" and not any(map(packs_on, index.devices)):
+            yield "`keep: 'cpu'` has no effect, as the weights are on no GPU"
         yield from weights.paths.unmatched((path for path, _ in model.named_modules()), "generation.weights")
 
 

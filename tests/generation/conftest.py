@@ -43,6 +43,17 @@ def as_on_gpu(monkeypatch, pretend_kernels):
 
 
 @pytest.fixture
+def packs(each_device, request, monkeypatch):
+    """The device. A CPU packs quantised weights too, and runs the reference in place of the CUDA kernels."""
+    if each_device.type == "cpu":
+        request.getfixturevalue("as_on_gpu")
+        for module in ("generation.engine.low_bit", "strategies.generation"):
+            monkeypatch.setattr(f"fuseopt.{module}.packs_on", lambda device: True)
+        monkeypatch.setattr("fuseopt.generation.engine.low_bit.no_kernel_reason", lambda layer: None)
+    return each_device
+
+
+@pytest.fixture
 def noted(monkeypatch):
     """A list, and `note(owner, name, letter, counts)`, by which calls of a function that count add a letter to it."""
     seen = []

@@ -352,7 +352,9 @@ def test_half_precision_is_as_close_to_float32_as_transformers(family, dtype, ea
 
 
 @pytest.mark.parametrize("each_device", ["cpu"], indirect=True)
-@pytest.mark.parametrize("rows", [1, *(most + over for most in MOST_ROWS_ON_CPU[torch.float32] for over in (0, 1))])
+@pytest.mark.parametrize(
+    "rows", sorted({1, *(most + over for most in MOST_ROWS_ON_CPU[torch.float32] for over in (0, 1))})
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_few_rows_on_a_cpu_run_on_its_kernels(family, rows, each_device, monkeypatch):
     """More rows leave linear layers to the BLAS library: sooner for weights of a Linear than for those of a Conv1D."""

@@ -23,13 +23,7 @@ STEPS = 6
 CASES = [("gpt2", "int8"), ("llama", "int4"), ("t5", "zero points"), ("t5", "int8")]
 
 
-@pytest.fixture(autouse=True)
-def packs(each_device: torch.device, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a CPU pack weights, and run the reference in place of the CUDA kernels."""
-    if each_device.type == "cpu":
-        request.getfixturevalue("as_on_gpu")
-        monkeypatch.setattr("fuseopt.generation.engine.low_bit.packs_on", lambda device: True)
-        monkeypatch.setattr("fuseopt.generation.engine.low_bit.no_kernel_reason", lambda layer: None)
+pytestmark = pytest.mark.usefixtures("packs")
 
 
 @pytest.fixture

@@ -191,11 +191,3 @@ void attend_of(const HeadAttention& attention) {
     Attention<T, queries>(attention, first).run();
   });
 }
-
-void attend(const HeadAttention& attention) {
-  if (attention.cache_dtype == kInt8) return attend_of<int8_t>(attention);
-  if (attention.cache_dtype == kFp8) return attend_of<Fp8>(attention);
-  FUSEOPT_BY_DTYPE(attend_of, attention.dtype, attention)
-}
-
-#undef FUSEOPT_BY_DTYPE

@@ -5,6 +5,7 @@
 
 #include <cstring>
 #include <memory>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 
@@ -27,6 +28,7 @@ namespace fuseopt::own {
 #include "cpu/decode_kernels_body.h"
 #include "cpu/decode_tiles_body.h"
 #include "cpu/attention_body.h"
+#include "cpu/by_dtype_body.h"
 #include "cpu/low_bit_body.h"
 constexpr DecodeKernels kKernels = {dot_lines, add_lines, dot_tiles, add_tiles, attend, low_bit};
 }
@@ -46,6 +48,7 @@ namespace fuseopt::avx512 {
 #include "cpu/decode_kernels_body.h"
 #include "cpu/decode_tiles_body.h"
 #include "cpu/attention_body.h"
+#include "cpu/by_dtype_body.h"
 #include "cpu/low_bit_body.h"
 constexpr DecodeKernels kKernels = {dot_lines, add_lines, dot_tiles, add_tiles, attend, low_bit};
 }

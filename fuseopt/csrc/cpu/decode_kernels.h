@@ -85,4 +85,14 @@ struct DecodeKernels {
 
 const DecodeKernels& decode_kernels();
 
+/// Tiles of bfloat16 weights whose input is bfloat16 too, in rows that zeros fill up to a multiple of kPaddedLength.
+struct BFloat16Kernels {
+  void (*dot_tiles)(const Products&);
+  void (*add_tiles)(const Products&);
+};
+constexpr int64_t kPaddedLength = 32;
+
+/// Null where the processor does not multiply pairs of bfloat16.
+const BFloat16Kernels* bfloat16_kernels();
+
 }  // namespace fuseopt

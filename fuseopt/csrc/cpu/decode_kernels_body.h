@@ -66,8 +66,8 @@ inline Math sum_of(const Vector<Math>& vector) {
 }
 
 // Dot product of a line and an input, in kSums accumulators, so that additions do not wait for each other.
-template <int kSums, typename T, typename Math = MathOf<T>>
-inline Math dot_line(const T* line, int64_t length, const Math* input) {
+template <int kSums, typename T, typename X, typename Math = MathOf<T>>
+inline Math dot_line(const T* line, int64_t length, const X* input) {
   constexpr int64_t kStep = kLanes<Math>;
   Vector<Math> sums[kSums] = {};
   int64_t i = 0;
@@ -82,24 +82,25 @@ inline Math dot_line(const T* line, int64_t length, const Math* input) {
   return sum_of<Math>(sums[0]);
 }
 
-template <typename T, typename Math = MathOf<T>>
+// X: of the input.
+template <typename T, typename X = MathOf<T>, typename Math = MathOf<T>>
 void dot_lines_of(const Products& p) {
   const T* weight = static_cast<const T*>(p.weight);
   for (int64_t line = 0; line < p.lines; ++line, weight += p.line_stride) {
     for (int64_t row = 0; row < p.rows; ++row) {
-      const Math* input = static_cast<const Math*>(p.input) + row * p.input_stride;
-      static_cast<Math*>(p.output)[row * p.output_stride + line] = dot_line<4, T>(weight, p.length, input);
+      const X* input = static_cast<const X*>(p.input) + row * p.input_stride;
+      static_cast<Math*>(p.output)[row * p.output_stride + line] = dot_line<4>(weight, p.length, input);
     }
   }
 }
 
 // Adds kLines lines, times their elements of the input, to kRows rows of the output, from column `column` on. More lines
 // at once are more streams from memory, and fewer passes over the output, which is in the L1 or L2 cache.
-template <int kLines, int kRows, typename T, typename Math = MathOf<T>>
+template <int kLines, int kRows, typename T, typename X, typename Math = MathOf<T>>
 inline void add_to_rows(const Products& p, int64_t first, int64_t row, int64_t column, int64_t count) {
   constexpr int64_t kStep = kLanes<Math>;
   const T* weight = static_cast<const T*>(p.weight) + first * p.line_stride + column;
-  const Math* input = static_cast<const Math*>(p.input) + row * p.input_stride + first;
+  const X* input = static_cast<const X*>(p.input) + row * p.input_stride + first;
   Math* output = static_cast<Math*>(p.output) + row * p.output_stride + column;
   Vector<Math> sums[kRows];
   // Hardware prefetchers stop at the end of a line or page. The lines that come next are fetched to the L2 cache.
@@ -114,26 +115,26 @@ inline void add_to_rows(const Products& p, int64_t first, int64_t row, int64_t c
   for (int line = 0; line < kLines; ++line) {
     const T* data = weight + line * p.line_stride;
     const Vector<Math> weights = count == kStep ? load(data) : load(data, count);
-    for (int r = 0; r < kRows; ++r) sums[r] += weights * input[r * p.input_stride + line];
+    for (int r = 0; r < kRows; ++r) sums[r] += weights * static_cast<Math>(input[r * p.input_stride + line]);
   }
   for (int r = 0; r < kRows; ++r) std::memcpy(output + r * p.output_stride, &sums[r], count * sizeof(Math));
 }
 
-template <int kLines, typename T, typename Math = MathOf<T>>
+template <int kLines, typename T, typename X, typename Math = MathOf<T>>
 inline void add_some_lines(const Products& p, int64_t first) {
   constexpr int64_t kStep = kLanes<Math>;
   const auto add_columns = [&](int64_t column, int64_t count) {
     int64_t row = 0;
-    for (; row + 4 <= p.rows; row += 4) add_to_rows<kLines, 4, T>(p, first, row, column, count);
-    for (; row + 2 <= p.rows; row += 2) add_to_rows<kLines, 2, T>(p, first, row, column, count);
-    for (; row < p.rows; ++row) add_to_rows<kLines, 1, T>(p, first, row, column, count);
+    for (; row + 4 <= p.rows; row += 4) add_to_rows<kLines, 4, T, X>(p, first, row, column, count);
+    for (; row + 2 <= p.rows; row += 2) add_to_rows<kLines, 2, T, X>(p, first, row, column, count);
+    for (; row < p.rows; ++row) add_to_rows<kLines, 1, T, X>(p, first, row, column, count);
   };
   int64_t column = 0;
   for (; column + kStep <= p.length; column += kStep) add_columns(column, kStep);
   if (column < p.length) add_columns(column, p.length - column);
 }
 
-template <typename T, typename Math = MathOf<T>>
+template <typename T, typename X = MathOf<T>, typename Math = MathOf<T>>
 void add_lines_of(const Products& p) {
   for (int64_t row = 0; row < p.rows; ++row) {
     std::memset(static_cast<Math*>(p.output) + row * p.output_stride, 0, p.length * sizeof(Math));
@@ -142,6 +143,6 @@ void add_lines_of(const Products& p) {
   // at 11, 16, 17 and 18 GB/s (medians).
   constexpr int64_t kLines = 16;
   int64_t line = 0;
-  for (; line + kLines <= p.lines; line += kLines) add_some_lines<kLines, T>(p, line);
-  for (; line < p.lines; ++line) add_some_lines<1, T>(p, line);
+  for (; line + kLines <= p.lines; line += kLines) add_some_lines<kLines, T, X>(p, line);
+  for (; line < p.lines; ++line) add_some_lines<1, T, X>(p, line);
 }

@@ -1,4 +1,5 @@
 // A linear layer of few rows for decode steps: see fuseopt/ops/decode/linear.py.
+#include <bit>
 #include <cstring>
 
 #include "check.h"
@@ -28,17 +29,43 @@ struct Weight {
   int64_t out_features() const { return tensor.size(0); }
 };
 
+/// Rows of numbers that bfloat16 has, as BFloat16Kernels take them.
+class BFloat16Rows {
+ public:
+  BFloat16Rows(const float* rows, int64_t count, int64_t length)
+      : stride((length + kPaddedLength - 1) / kPaddedLength * kPaddedLength), data_(count * stride) {
+    for (int64_t row = 0; row < count; ++row, rows += length) {
+      uint16_t* target = data_.get() + row * stride;
+      for (int64_t i = 0; i < length; ++i) target[i] = std::bit_cast<uint32_t>(rows[i]) >> 16;
+      std::fill(target + length, target + stride, 0);
+    }
+  }
+
+  const uint16_t* get() const { return data_.get(); }
+  const int64_t stride;
+
+ private:
+  const RowBuffer<uint16_t> data_;
+};
+
 /// Products of all rows with all weights, in some parts that add up to them: of a transposed weight and few rows, each
 /// thread reads some of the lines.
 template <typename Math>
 class LayerProducts {
  public:
-  LayerProducts(const Math* input, int64_t rows, const std::vector<Weight>& weights)
+  /// `is_rounded`: the weights' dtype has all numbers of the input.
+  LayerProducts(const Math* input, int64_t rows, const std::vector<Weight>& weights, bool is_rounded)
       : input_(input), rows_(rows), weights_(weights), in_features_(weights[0].tensor.size(1)),
         width_(weights.back().first + weights.back().out_features()),
         threads_(threads_for(width_ * in_features_)),
         column_tiles_(rows > kAddLinesRows ? threads_ : (threads_ + kMostParts - 1) / kMostParts),
         parts_(has_transposed() ? threads_ / column_tiles_ : 1), products_(parts_ * rows * width_) {
+    if constexpr (std::is_same_v<Math, float>) {
+      const bool has_tiles = rows > (has_transposed() ? kAddLinesRows : kDotLinesRows);
+      if (is_rounded && has_tiles && dtype(weights[0].tensor) == kBFloat16 && bfloat16_kernels() != nullptr) {
+        rounded_.emplace(input, rows, in_features_);
+      }
+    }
     torch::stable::parallel_for(0, threads_, 1, [&](int64_t begin, int64_t end) {
       for (int64_t thread = begin; thread < end; ++thread) compute(thread);
     });
@@ -91,21 +118,26 @@ class LayerProducts {
         const int64_t begin = in_features_ * part / parts_, end = in_features_ * (part + 1) / parts_;
         const int64_t column = share(out_features, tile, column_tiles_);
         const int64_t columns = share(out_features, tile + 1, column_tiles_) - column;
-        run(rows_ > kAddLinesRows ? kernels.add_tiles : kernels.add_lines, weight, begin, end - begin, column, columns, input_ + begin,
+        const auto of_floats = rows_ > kAddLinesRows ? kernels.add_tiles : kernels.add_lines;
+        run(rounded_ ? bfloat16_kernels()->add_tiles : of_floats, weight, begin, end - begin, column, columns, begin,
             at(part, 0, i) + column);
       } else {
         const int64_t begin = share(out_features, thread, threads_), end = share(out_features, thread + 1, threads_);
-        run(rows_ > kDotLinesRows ? kernels.dot_tiles : kernels.dot_lines, weight, begin, end - begin, 0, in_features_, input_, at(0, 0, i) + begin);
+        const auto of_floats = rows_ > kDotLinesRows ? kernels.dot_tiles : kernels.dot_lines;
+        run(rounded_ ? bfloat16_kernels()->dot_tiles : of_floats, weight, begin, end - begin, 0, in_features_, 0,
+            at(0, 0, i) + begin);
       }
     }
   }
 
+  /// `first`: of the input's elements.
   void run(void (*kernel)(const Products&), const Weight& weight, int64_t line, int64_t lines, int64_t column,
-           int64_t length, const Math* input, Math* output) const {
+           int64_t length, int64_t first, Math* output) const {
     const DType type = dtype(weight.tensor);
     const char* data = static_cast<const char*>(weight.tensor.const_data_ptr());
+    const void* input = rounded_ ? static_cast<const void*>(rounded_->get() + first) : input_ + first;
     kernel({type, data + (line * weight.line_stride + column) * element_size(type), lines, length, weight.line_stride,
-            input, rows_, in_features_, output, width_});
+            input, rows_, rounded_ ? rounded_->stride : in_features_, output, width_});
   }
 
   const Math* input_;
@@ -113,6 +145,7 @@ class LayerProducts {
   const std::vector<Weight>& weights_;
   const int64_t in_features_, width_, threads_, column_tiles_, parts_;
   const RowBuffer<Math> products_;
+  std::optional<BFloat16Rows> rounded_;
 };
 
 struct LowRank {
@@ -131,7 +164,7 @@ class LowRankUpdate {
     for (int64_t row = 0; row < rows; ++row) {
       std::copy_n(projected + row * ranks + first, own, input_.get() + row * own);
     }
-    products_.emplace(input_.get(), rows, weight_);
+    products_.emplace(input_.get(), rows, weight_, false);
   }
 
   void add_to(Math* sums, int64_t row, int64_t column, int64_t n) {
@@ -152,7 +185,7 @@ std::vector<std::unique_ptr<LowRankUpdate<Math>>> updates_of(const LowRank& low_
   std::vector<std::unique_ptr<LowRankUpdate<Math>>> updates(low_rank.b.size());
   if (!low_rank.a) return updates;
   const std::vector<Weight> a{Weight(*low_rank.a, 0)};
-  LayerProducts<Math> projected(input, rows, a);
+  LayerProducts<Math> projected(input, rows, a, true);
   const int64_t ranks = a[0].out_features();
   int64_t first = 0;
   for (size_t i = 0; i < updates.size(); first += low_rank.b[i++].size(1)) {
@@ -167,7 +200,7 @@ void run_layer(const DecodeLayer& layer, const std::vector<Weight>& weights, con
   if (layer.output.numel() == 0) return;
   const RowBuffer<Math> x = rounded_rows<Math>(layer.input, weights[0].tensor.scalar_type());
   const int64_t rows = Rows(layer.input).n_rows();
-  LayerProducts<Math> products(x.get(), rows, weights);
+  LayerProducts<Math> products(x.get(), rows, weights, true);
   const auto updates = updates_of(low_rank, x.get(), rows);
   finish_layer<Math>(layer, [&](int64_t row, int64_t index, int64_t column, int64_t n) {
     Math* sums = products.sums(row, index, column, n);

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fuseopt import ops
+from fuseopt.generation.engine.library_products import products_by_library
 from fuseopt.generation.engine.low_rank import LoraPart, LowRank
 from fuseopt.modules.base import full_name, source_class
 from fuseopt.modules.quantised import quantised_weights
@@ -364,38 +365,14 @@ def _activated(input: Tensor, activation: Activation | None) -> Tensor:
 
 
 def _products(input: Tensor, layer: Linear, weights: Sequence[Tensor]) -> Tensor:
-    """[rows, sum of N]; on a GPU rows are aligned to 16 bytes.
-
-    cuBLAS takes several times as long if N is odd, as GPT-2's vocabulary is: the last few columns are a second product.
-    """
+    """[rows, sum of N]: `linear` without norm, activation and residual."""
     if takes_kernel(input, layer):
         return _by_kernel(input, layer)
-    output = _products_by_library(input, layer, weights)
+    output = products_by_library(input, weights, layer.biases)
     if layer.low_rank is not None:
         parts = output.split([len(weight) for weight in weights], dim=1)
         for part, added in zip(parts, updates(input, layer.low_rank.a, layer.low_rank.b), strict=True):
             part += added
-    return output
-
-
-def _products_by_library(input: Tensor, layer: Linear, weights: Sequence[Tensor]) -> Tensor:
-    """`_products` without updates of low rank."""
-    widths = [len(weight) for weight in weights]
-    biases = layer.biases or (None,) * len(widths)
-    step = 8 if input.is_cuda else 1
-    if len(widths) == 1 and widths[0] % step == 0:
-        return F.linear(input, weights[0], biases[0])
-    output = input.new_empty(len(input), -(-sum(widths) // 8) * 8)[:, : sum(widths)]
-    for part, weight, bias in zip(output.split(widths, dim=1), weights, biases, strict=True):
-        aligned = len(weight) // step * step
-        for begin, end in ((0, aligned), (aligned, len(weight))):
-            if begin == end:
-                continue
-            factor, out = weight[begin:end].T, part[:, begin:end]
-            if bias is None:
-                torch.mm(input, factor, out=out)
-            else:
-                torch.addmm(bias[begin:end], input, factor, out=out)
     return output
 
 

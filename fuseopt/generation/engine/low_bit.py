@@ -12,12 +12,13 @@ from tqdm import tqdm
 
 from fuseopt.config import LowBitOptions
 from fuseopt.generation.engine.layers import Linear
+from fuseopt.generation.engine.parked_weights import park, parkable
 from fuseopt.modules.quantised import UnreadableWeight, described
 from fuseopt.ops import registry
 from fuseopt.ops.low_bit import LowBitWeight, dequantize, not_quantised_reason, quantize
 from fuseopt.ops.packed_weight import PackedWeight, not_packed_reason, pack_for_cuda, unpacked
 from fuseopt.runtime.announcements import announce, is_bar_disabled
-from fuseopt.runtime.written_values import Samples, sample
+from fuseopt.runtime.written_values import ReadSamples, Samples, sample
 
 Stored = LowBitWeight | PackedWeight
 """A quantised weight as the kernels of its device read it."""
@@ -140,6 +141,7 @@ class LowBitWeights:
 
     Attributes:
         unquantised_bytes: bytes of the weights that `quantised_bytes` were made from, each counted once.
+        parked_bytes: those of them that are in host memory.
     """
 
     def __init__(self, options: LowBitOptions | None) -> None:
@@ -148,20 +150,27 @@ class LowBitWeights:
         self._read: dict[Hashable, tuple[Stored, ...]] = {}
         self._choice = LowBitChoice((), (), {})
         self._came: list[Linear] = []
-        self._on_cpu: list[Tensor] = []
-        self._samples = Samples(())
-        self.unquantised_bytes = 0
+        self._tensors: list[Tensor] = []
+        self._samples: tuple[ReadSamples, ...] = ()
+        self._weights: list[tuple[Tensor, ...]] = []
+        self._parameters: list[Tensor] = []
+        self.unquantised_bytes = self.parked_bytes = 0
 
-    def put_into(self, choice: LowBitChoice | None, linears: Iterable[Linear]) -> None:
-        """Sets `low_bit` of the layers of `choice`, and of the pre-quantised layers of `linears`."""
+    def put_into(self, model: nn.Module, choice: LowBitChoice | None, linears: Iterable[Linear]) -> None:
+        """Sets `low_bit` of the layers of `choice`, and of the pre-quantised layers of `linears`.
+
+        With `keep: "cpu"` on a GPU, moves the Parameters of `choice` to host memory, but not those that other modules
+        of `model` read too.
+        """
         self._choice = LowBitChoice((), (), {}) if choice is None else choice
         self._came = [layer for layer in linears if layer.checkpoint]
         self._read = self._read_all()
-        self._made = self._quantise_all()
-        tensors = [weight for layer in self._choice.layers for weight in layer.weights]
+        self._made = self._quantise_all(model)
+        tensors = self._park(model)
         tensors += [tensor for layer in self._came for part in layer.checkpoint for tensor in part.tensors]
-        self._on_cpu = [tensor for tensor in tensors if tensor.is_cpu]
-        self._samples = Samples([tensor for tensor in tensors if not tensor.is_cpu])
+        self._tensors = tensors
+        by_device = ([tensor for tensor in tensors if tensor.is_cpu is is_cpu] for is_cpu in (True, False))
+        self._samples = tuple(ReadSamples(Samples(these)) for these in by_device if these)
 
     def _read_all(self) -> dict[Hashable, tuple[Stored, ...]]:
         read: dict[Hashable, tuple[Stored, ...]] = {}
@@ -175,36 +184,63 @@ class LowBitWeights:
             layer.low_bit = read[key]
         return read
 
-    def _quantise_all(self) -> dict[Hashable, Stored]:
+    def _quantise_all(self, model: nn.Module) -> dict[Hashable, Stored]:
         options, choice = self.options, self._choice
         made: dict[Hashable, Stored] = {}
-        begin, before, unquantised = time.perf_counter(), self._made, {}
-        weights = [(layer, weight) for layer in choice.layers for weight in layer.weights]
-        bar = tqdm(weights, "fuseopt quantises", unit="weight", leave=False, delay=1, disable=is_bar_disabled())
-        for _, weight in bar:
+        begin, before, sizes = time.perf_counter(), self._made, {}
+        bar = tqdm(choice.layers, "fuseopt quantises", unit="layer", leave=False, delay=1, disable=is_bar_disabled())
+        for layer in bar:
             assert options is not None
-            key, unquantised[weight.data_ptr()] = _key(weight), weight.nbytes
-            if key not in made:
-                made[key] = before.get(key) or _stored(
-                    quantize(weight, options.bits, options.group, options.symmetric), weight
-                )
-        for layer in choice.layers:
-            layer.low_bit = tuple(made[_key(weight)] for weight in layer.weights)
+            low_bit = []
+            for index, weight in enumerate(layer.weights):
+                key, sizes[weight.data_ptr()] = _key(weight), weight.nbytes
+                if options.keep == "cpu":
+                    # A Parameter that was in host memory meanwhile has another address.
+                    key = (id(layer.sources[index * len(layer.sources) // len(layer.weights)].weight), index, *key[1:])
+                if key not in made:
+                    made[key] = before.get(key) or _stored(
+                        quantize(weight, options.bits, options.group, options.symmetric), weight
+                    )
+                low_bit.append(made[key])
+            layer.low_bit = tuple(low_bit)
             layer.has_unquantised = packs_on(layer.weights[0].device)
+        self.unquantised_bytes = sum(sizes.values())
         count = len(made.keys() - before.keys())
-        self.unquantised_bytes = sum(unquantised.values())
         if count:
             announce(f"quantised {count} weights to {options} in {time.perf_counter() - begin:.1f} s")
         return made
+
+    def _park(self, model: nn.Module) -> list[Tensor]:
+        """Moves the layers' Parameters to host memory if that is asked for. Returns tensors in which edits show."""
+        tensors: list[Tensor] = []
+        self._weights, self.parked_bytes = [], 0
+        layers = self._choice.layers if self.options is not None and self.options.keep == "cpu" else ()
+        can_park = parkable(model, (source for layer in layers for source in layer.sources))
+        for layer in self._choice.layers:
+            weights = layer.weights
+            if layer.has_unquantised and can_park.issuperset(layer.sources):
+                is_transposed = weights[0].stride() != layer.sources[0].weight.stride()
+                layer.weights = tuple(weight.new_full((), torch.nan).expand(weight.shape) for weight in weights)
+                layer.has_unquantised = False
+                for source in layer.sources:
+                    park(source)
+                    self.parked_bytes += source.weight.nbytes
+                wholes = (source.weight.T if is_transposed else source.weight for source in layer.sources)
+                weights = tuple(part for whole in wholes for part in whole.chunk(len(weights) // len(layer.sources)))
+                tensors += [source.weight for source in layer.sources]  # `weight.data` may be exchanged
+            else:
+                tensors += weights
+            self._weights.append(weights)
+        # Referenced, so that no other Parameter gets the id of one of them.
+        self._parameters = [source.weight for layer in layers for source in layer.sources]
+        return tensors
 
     def versions(self) -> tuple[Hashable, ...]:
         """Versions and samples of the tensors that low-bit weights were made from: what a write changes.
 
         Waits for the device.
         """
-        # On a GPU one copy brings the samples of all.
-        on_gpu = map(_version, self._samples.tensors)
-        return (*map(_content, self._on_cpu), *on_gpu, self._samples.read())
+        return (*map(_version, self._tensors), *(samples.read() for samples in self._samples))
 
     @property
     def most_rows(self) -> int | None:
@@ -214,11 +250,11 @@ class LowBitWeights:
     def modules(self) -> Iterator[QuantisedModule]:
         """The linear layers of the model that are quantised, without pre-quantised ones."""
         names = iter(self._choice.names)
-        for layer in self._choice.layers:
-            share = len(layer.weights) // len(layer.sources)
+        for layer, unquantised in zip(self._choice.layers, self._weights, strict=True):
+            share = len(unquantised) // len(layer.sources)
             for index, source in enumerate(layer.sources):
                 parts = slice(index * share, (index + 1) * share)
-                weights = layer.weights[parts]
+                weights = unquantised[parts]
                 is_transposed = weights[0].stride() != source.weight.stride()
                 low_bit = tuple(map(unpacked, layer.low_bit[parts]))
                 yield QuantisedModule(next(names), weights, low_bit, is_transposed)
@@ -245,9 +281,10 @@ class LowBitWeights:
             )
         if not self._made:
             return
+        parked = f", of which {self.parked_bytes / 2**20:.1f} MiB in host memory" if self.parked_bytes else ""
         yield (
             f"weights in {self.options}: {self._choice}; {self.quantised_bytes / 2**20:.1f} MiB, beside "
-            f"{self.unquantised_bytes / 2**20:.1f} MiB unquantised"
+            f"{self.unquantised_bytes / 2**20:.1f} MiB unquantised{parked}"
         )
 
 
@@ -266,7 +303,7 @@ def _stored(low: LowBitWeight, weight: Tensor) -> Stored:
     return pack_for_cuda(low, weight.dtype) if packs_on(weight.device) else low
 
 
-def _key(weight: Tensor) -> Hashable:
+def _key(weight: Tensor) -> tuple[Hashable, ...]:
     return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device, _content(weight)
 
 

@@ -16,11 +16,17 @@ CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 assert set(CACHE_DTYPES.values()) == LARGEST.keys()
 
 
-def no_8_bit_cache_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why caches on a device keep the model's dtype; None if they may be quantised."""
+def no_8_bit_cache_reason(
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, may_build: bool = False
+) -> str | None:
+    """Why caches on a device keep the model's dtype; None if they may be quantised.
+
+    Args:
+        may_build: a CUDA library that could be compiled counts as present (for planning).
+    """
     if device.type in ("cpu", "meta"):
         return None
-    choice = registry.get(OP).choose("auto", device, [dtype], may_build=True)
+    choice = registry.get(OP).choose("auto", device, [dtype], may_build=may_build)
     if choice.backend != "cuda":
         return f"the kernel {'; '.join(choice.refused['cuda'])}"
     return None if is_head_dim_of_kernel(head_dim) else f"the kernel takes no heads of {head_dim} dimensions"

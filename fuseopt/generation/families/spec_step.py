@@ -141,7 +141,7 @@ class SpecStep(DecodeStep):
     def quantise(self, model: nn.Module, weights: LowBitWeights) -> None:
         options = weights.options
         choice = None if options is None else _low_bit_choice(model, self.spec, options)
-        weights.put_into(choice, self.spec.linears)
+        weights.put_into(model, choice, self.spec.linears)
         self.is_quantised, self.most_quantised_rows = bool(weights.made_as), weights.most_rows
         self._plan_l2_prefetch(self.layers)
 

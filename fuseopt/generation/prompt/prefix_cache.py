@@ -32,10 +32,11 @@ class _Block(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """One prompt: the masked tokens before it, its ids as bytes of int64, and the places of its cached blocks."""
+    """One prompt: the masked tokens before it, its ids as bytes of int64, and its cached blocks."""
 
     padding: int
     ids: bytes
+    chain: Sequence[_Key]
     places: Sequence[int]
 
 
@@ -148,7 +149,8 @@ class PrefixCache:
         rows = []
         for ids, padding in zip(input_ids.cpu().to(torch.int64), paddings, strict=True):
             held = ids[padding:].numpy().tobytes()
-            rows.append(_Row(padding, held, [self._blocks[key].place for key in self._chain(held)]))
+            chain = self._chain(held)
+            rows.append(_Row(padding, held, chain, [self._blocks[key].place for key in chain]))
         # At least one token runs, since it gives the first logits.
         start = min(length - 1, *(row.padding + BLOCK * len(row.places) for row in rows))
         saved = sum(max(0, start - row.padding) for row in rows)
@@ -161,7 +163,8 @@ class PrefixCache:
         state.start = match.start
         for row, cache in zip(match.rows, state.cache.unbind(2), strict=True):
             # Attention multiplies the values of padding by 0, and 0 * NaN is NaN.
-            cache[:, :, :, : min(row.padding, match.start)].zero_()
+            if row.padding:
+                cache[:, :, :, : min(row.padding, match.start)].zero_()
             kept = cache[:, :, :, row.padding : match.start]
             for slots, pooled in _pairs(self._pool, row.places, kept):
                 store(slots, pooled)
@@ -201,7 +204,7 @@ class PrefixCache:
                     raise
                 return f"there was no memory for a prefix cache of {self.mebibytes} MiB"
         for row, cache in zip(match.rows, state.cache.unbind(2), strict=True):
-            first, places = self._insert(row.ids)
+            first, places = self._insert(row)
             for slots, pooled in _pairs(self._pool, places, cache[:, :, :, row.padding + first * BLOCK :]):
                 store(pooled, slots)
         return ""
@@ -214,28 +217,35 @@ class PrefixCache:
             self._pool = state.cache.new_empty(layers, two, heads, self.capacity * BLOCK, head_dim)
         self._free = list(reversed(range(self.capacity)))
 
-    def _chain(self, ids: bytes) -> list[_Key]:
-        """The keys of the longest chain of cached blocks that `ids` begin with."""
-        found, number = [], 0
-        for key_ids in _split(ids):
-            block = self._blocks.get((number, key_ids))
+    def _chain(self, ids: bytes, known: Sequence[_Key] = ()) -> list[_Key]:
+        """The keys of the longest chain of cached blocks that `ids` begin with.
+
+        Args:
+            known: what this returned earlier for the same ids. If its last block is still cached, all of it is.
+        """
+        found = list(known) if known and known[-1] in self._blocks else []
+        number = self._blocks[found[-1]].number if found else 0
+        for key_ids in _split(ids, len(found)):
+            key = number, key_ids
+            block = self._blocks.get(key)
             if block is None:
                 break
-            found.append((number, key_ids))
+            found.append(key)
             number = block.number
         return found
 
-    def _insert(self, ids: bytes) -> tuple[int, Sequence[int]]:
+    def _insert(self, row: _Row) -> tuple[int, Sequence[int]]:
         """Marks the blocks of a prompt as used, and adds those that are not cached, as many as fit into the pool.
 
         Returns:
             how many blocks were cached, and the places of the added ones, which follow them.
         """
-        chain = self._chain(ids)
+        chain = self._chain(row.ids, row.chain)
         first, number = len(chain), self._blocks[chain[-1]].number if chain else 0
         self._use(chain)
-        new, held = list(_split(ids))[first:], set(chain)
-        while len(self._free) < len(new) and self._blocks and next(iter(self._blocks)) not in held:
+        new = list(_split(row.ids, first))
+        # The blocks of this prompt are the last used.
+        while len(self._free) < len(new) and len(self._blocks) > first:
             self._free.append(self._blocks.popitem(last=False)[1].place)
         count = min(len(new), len(self._free))
         # Neighbouring places are copied at once.
@@ -253,8 +263,9 @@ class PrefixCache:
             self._blocks.move_to_end(key)
 
 
-def _split(ids: bytes) -> Iterator[bytes]:
-    return (ids[end - _BLOCK_BYTES : end] for end in range(_BLOCK_BYTES, len(ids) + 1, _BLOCK_BYTES))
+def _split(ids: bytes, first: int) -> Iterator[bytes]:
+    """The ids of each full block from the block `first` on."""
+    return (ids[end - _BLOCK_BYTES : end] for end in range((first + 1) * _BLOCK_BYTES, len(ids) + 1, _BLOCK_BYTES))
 
 
 def _pairs(pool: Tensor | None, places: Sequence[int], slots: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -275,6 +286,8 @@ def _pairs(pool: Tensor | None, places: Sequence[int], slots: Tensor) -> Iterato
 def _paddings(input_ids: Tensor, keep: Tensor | None, positions: Tensor | None) -> list[int] | str:
     """Masked tokens before each prompt; or why the prompts' keys and values depend on more than ids and positions."""
     rows, length = input_ids.shape
+    if keep is None and positions is None:
+        return [0] * rows
     slots, counts = torch.arange(length, device="cpu"), torch.full((rows,), length, device="cpu")
     if keep is not None:
         kept = keep[:, :length].cpu().bool()

@@ -24,14 +24,16 @@ FEW_ROWS = 16
 MAX_ROWS = 256
 """The kernels take no more rows; the BLAS library is as fast there."""
 
-# TUNED: F.linear / decode_linear at [768, 3072] and [3072, 768], of a weight stored as [N, K] and as [K, N] (EPYC 9004,
-# one thread). float32: 1.1 and 1.7 with 16 rows, 1.2 and 1.4 with 32, 1.0 and 1.2 with 64. bfloat16: 0.9 to 1.1 and 1.6
-# to 1.8 with 6 rows, 0.7 and 1.1 with 12. float16: 3 and 41 to 100 with 64. float64: 1.8 and 4.3 with 6, 0.5 and 1.2
-# with 64.
-# Other processors than those with AVX-512 were not measured, so fewer rows are taken there.
+# TUNED: F.linear / decode_linear, of a weight stored as [N, K] and as [K, N]: the range over 5 shapes of 576 to 3072
+# (EPYC 9004, one thread). float32: 1.2 to 1.3 and 1.3 to 1.7 with 16 rows, 1.0 to 1.1 and 1.1 with 64. bfloat16 with
+# AVX-512 BF16: 1.0 to 1.3 and 1.5 to 1.7 with 16 rows, 1.0 to 1.1 and 1.1 to 1.2 with 32, 0.9 to 1.0 with 64; without:
+# 0.9 to 1.1 and 1.6 to 1.8 with 6, 0.7 and 1.1 with 12. float16: 3 and 41 to 100 with 64. float64: 1.8 and 4.3 with 6,
+# 0.5 and 1.2 with 64.
+# Other processors than those with AVX-512, and matrix units (AMX), were not measured, so fewer rows are taken there.
+_HAS_BFLOAT16_PAIRS = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
 MOST_ROWS_ON_CPU = {
-    torch.float32: (32, 64) if torch.backends.cpu.get_cpu_capability() == "AVX512" else (8, 16),
-    torch.bfloat16: (6, 12),
+    torch.float32: (64, 64) if torch.backends.cpu.get_cpu_capability() == "AVX512" else (8, 16),
+    torch.bfloat16: (32, 48) if _HAS_BFLOAT16_PAIRS else (6, 12),
     torch.float16: (MAX_ROWS, MAX_ROWS),
     torch.float64: (6, 64),
 }

@@ -94,9 +94,10 @@ def test_nothing_is_read_or_written_beyond_the_ends(layout: str, out_features: i
     around[1:-1, :-64][:, : sizes[1]] = torch.randn(sizes)
     part = around[1:-1, : sizes[1]]
     weight = part if layout == "rows" else part.T
-    for rows in (1, 3, 7):
-        x = torch.randn(rows, in_features)
-        torch.testing.assert_close(decode_linear(x, weight, backend="cpu"), x @ weight.T)
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows in (1, 3, 7, 14):
+            x, part = torch.randn(rows, in_features).to(dtype), weight.to(dtype)
+            torch.testing.assert_close(decode_linear(x, part, backend="cpu"), x @ part.T)
 
 
 def test_values_that_are_not_finite_stay_in_their_outputs() -> None:
