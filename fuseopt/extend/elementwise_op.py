@@ -60,13 +60,15 @@ def elementwise(name: str, expression: str, scalars: Sequence[str] = (), *, redu
         raise OpError(f"{name}: an argument cannot be called 'backend', by which a call names one; rename it")
 
     def compute(*arguments: Any) -> Tensor:
-        given = dict(zip((*tensors, *scalars), arguments, strict=True))
-        present = [given[each] for each in tensors]
-        dtype = compute_dtype(*present)
-        wide = {each: t.to(dtype) if t.is_floating_point() else t for each, t in given.items() if each in tensors}
-        like = torch.empty((), dtype=dtype, device=present[0].device)
-        result = functools.reduce(torch.promote_types, (t.dtype for t in present))
-        return computed(tree, {**given, **wide}, like).to(result)
+        present = arguments[: len(tensors)]
+        dtype, result = compute_dtype(*present), present[0].dtype
+        for tensor in present[1:]:
+            if tensor.dtype != result:
+                result = torch.promote_types(result, tensor.dtype)
+        wide = [t.to(dtype) if t.dtype != dtype and t.is_floating_point() else t for t in present]
+        values = dict(zip((*tensors, *scalars), (*wide, *arguments[len(tensors) :]), strict=True))
+        output: Tensor = computed(tree, values, dtype, present[0].device)
+        return output if output.dtype == result else output.to(result)
 
     op = Op(name, _annotated(name, expression, compute, tensors, scalars))
     kernels = _Kernels(expression, tuple(tensors), tuple(scalars), reduce_grad)
