@@ -85,13 +85,13 @@ class StepAttention:
 
     def _in_one_kernel(self, stream: ResidualStream, attention: SelfAttention, cache: LayerCache) -> Tensor | None:
         """Projection and attention in one kernel; None if that is not faster or does not exist."""
-        weight, *others = attention.qkv.weights
-        biases, norm = attention.qkv.biases, attention.norm
+        qkv, norm = attention.qkv, attention.norm
+        weight, *others = qkv.weights
         if not (self.by_kernel and self.ancestry is None and not others and stream.is_stored and norm is not None):
             return None
-        if attention.qkv.low_rank is not None or attention.qkv.low_bit or isinstance(cache, QuantisedCache):
+        if qkv.low_rank is not None or qkv.at(len(stream.total())).low_bit or isinstance(cache, QuantisedCache):
             return None
-        parts = stream.total(), weight, biases[0] if biases else None, cache[0], cache[1]
+        parts = stream.total(), weight, qkv.biases[0] if qkv.biases else None, cache[0], cache[1]
         has_three_equal = is_plain(attention) and len(weight) == 3 * cache.shape[2] * cache.shape[4]
         if not (has_three_equal and has_kernel("decode_qkv_attention_", weight) and is_fast(*parts, **norm.of_op)):
             return None

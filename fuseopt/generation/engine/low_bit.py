@@ -245,7 +245,7 @@ class LowBitWeights:
     @property
     def most_rows(self) -> int | None:
         """Products of more rows read the unquantised weights; None if none do."""
-        return min((layer.low_bit_kernel[1] for layer in self._choice.layers if layer.has_unquantised), default=None)
+        return min((layer.most_low_bit_rows for layer in self._choice.layers if layer.has_unquantised), default=None)
 
     def modules(self) -> Iterator[QuantisedModule]:
         """The linear layers of the model that are quantised, without pre-quantised ones."""

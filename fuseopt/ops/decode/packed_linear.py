@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
-from fuseopt.ops.decode.linear import as_list, check_layer, reference_layer
+from fuseopt.ops.decode.linear import FEW_ROWS, as_list, check_layer, reference_layer
 from fuseopt.ops.decode.low_bit_samples import low_bit_samples
 from fuseopt.ops.library import check_shape, define
 from fuseopt.ops.low_bit import MAX_ROWS, dequantize
@@ -114,6 +114,11 @@ def decode_packed_linear(
     stored = ([part.data for part in weights], [part.outputs for part in weights], bits, group, has_zeros)
     layer = (biases, residual, *of_norm, activation or "", gated)
     return RAW[chosen](input, *stored, *layer, pdl, list(prefetch))
+
+
+def most_fast_rows(outputs: int, inputs: int, bits: int) -> int:
+    """Up to how many rows the kernels are faster than those for a weight [outputs, inputs] of 16 bits."""
+    return FEW_ROWS
 
 
 def _no_kernel_reason(

@@ -334,7 +334,7 @@ def test_draws_the_generators_numbers(rows: int, vocabulary: int, filters: Sampl
 @pytest.mark.gpu
 @pytest.mark.parametrize("filters", [SamplingFilters(), SamplingFilters(top_p=0.999)], ids=str)
 def test_smallest_numbers_are_those_of_torch(filters: SamplingFilters) -> None:
-    """Among a million equal logits the smallest number decides, where torch's fast logarithm is far from the exact one."""
+    """Among a million equal logits the smallest number decides: torch's fast logarithm is far from the exact one."""
     device = torch.device("cuda")
     generator, logits = torch.Generator(device).manual_seed(7), torch.zeros(8, 1_000_003, device=device)
     random = torch.tensor([7, 0, 0], device=device)
