@@ -47,7 +47,8 @@ def packs(each_device, request, monkeypatch):
     """The device. A CPU packs quantised weights too, and runs the reference in place of the CUDA kernels."""
     if each_device.type == "cpu":
         request.getfixturevalue("as_on_gpu")
-        for module in ("generation.engine.low_bit", "strategies.generation"):
+        # The strategies import from the engine, so they come first: what is imported now must not be a patch.
+        for module in ("strategies.generation", "generation.engine.low_bit"):
             monkeypatch.setattr(f"fuseopt.{module}.packs_on", lambda device: True)
         monkeypatch.setattr("fuseopt.generation.engine.low_bit.no_kernel_reason", lambda layer: None)
     return each_device
