@@ -21,6 +21,7 @@ from fuseopt.ops.decode.quantized_heads import OP
 from fuseopt.plan import Replacement, Skip
 from fuseopt.runtime.module_watch import modules_below
 from fuseopt.strategies.context import BackendChoice, ProposalContext, generating_site
+from fuseopt.tuning import tuned
 
 _REQUEST = "generation"
 _TARGET = "FusedGenerate"
@@ -75,7 +76,10 @@ def _cache_notes(index: ModelIndex, model: nn.Module, step: StepName, options: G
     if reason is not None:
         yield f"keys and values stay in the model's dtype: {reason}"
         return
-    yield f"keys and values in {options.cache_dtype}"
+    on_gpu = [device for device in index.devices if device.type == "cuda"]
+    least = max((tuned("decode_attention_8_bit_bytes", device) for device in on_gpu), default=0)
+    condition = f" if a layer has {least / 1e6:.0f} MB of them or more" if least else ""
+    yield f"keys and values in {options.cache_dtype}{condition}"
     attention, devices = registry.get(OP), (d for d in index.devices if d.type != "meta")
     for choice in (attention.choose("auto", device, [index.dtype], may_build=True) for device in devices):
         if choice.backend == "reference":

@@ -112,7 +112,7 @@ def store(cache: Tensor, vectors: Tensor, counts: Tensor | None = None) -> None:
     """
     wide = torch.complex128
     ratio = wide.itemsize // vectors.dtype.itemsize
-    if cache.dtype is vectors.dtype and _is_aligned(cache, ratio) and _is_aligned(vectors, ratio):
+    if cache.dtype is vectors.dtype and is_aligned(cache, ratio) and is_aligned(vectors, ratio):
         cache, vectors = cache.view(wide), vectors.view(wide)
     if counts is None:
         cache.copy_(vectors)
@@ -120,6 +120,7 @@ def store(cache: Tensor, vectors: Tensor, counts: Tensor | None = None) -> None:
         torch.where(counts, vectors, cache.new_zeros(()), out=cache)
 
 
-def _is_aligned(vectors: Tensor, to: int) -> bool:
+def is_aligned(vectors: Tensor, to: int) -> bool:
+    """Whether vectors in the last dimension, and their distances, are multiples of `to` elements."""
     *outer, innermost = vectors.stride()
     return innermost == 1 and not any(number % to for number in (*outer, vectors.shape[-1], vectors.storage_offset()))

@@ -469,7 +469,9 @@ def test_equal_blocks_after_others_are_others():
     assert run((16, 1), (16, 2), (1, 0)) == 0 and len(run.cache) == 2
 
 
-def test_fragmented_places_are_copied_in_order():
+@pytest.mark.parametrize("most_copies", [0, 3, 99])
+def test_fragmented_places_are_copied_in_order(most_copies, monkeypatch):
+    monkeypatch.setattr(prefix_cache, "_MOST_COPIES", most_copies)
     run, generator = Prompts(7), torch.Generator("cpu").manual_seed(0)
     kept = 0
     for _ in range(60):
