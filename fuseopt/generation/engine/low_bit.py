@@ -141,7 +141,6 @@ class LowBitWeights:
 
     Attributes:
         unquantised_bytes: bytes of the weights that `quantised_bytes` were made from, each counted once.
-        parked_bytes: those of them that are in host memory.
     """
 
     def __init__(self, options: LowBitOptions | None) -> None:
@@ -154,7 +153,8 @@ class LowBitWeights:
         self._samples: tuple[ReadSamples, ...] = ()
         self._weights: list[tuple[Tensor, ...]] = []
         self._parameters: list[Tensor] = []
-        self.unquantised_bytes = self.parked_bytes = 0
+        self._parked: list[Tensor] = []
+        self.unquantised_bytes = 0
 
     def put_into(self, model: nn.Module, choice: LowBitChoice | None, linears: Iterable[Linear]) -> None:
         """Sets `low_bit` of the layers of `choice`, and of the pre-quantised layers of `linears`.
@@ -211,9 +211,9 @@ class LowBitWeights:
         return made
 
     def _park(self, model: nn.Module) -> list[Tensor]:
-        """Moves the layers' Parameters to host memory if that is asked for. Returns tensors in which edits show."""
+        """Moves the layers' Parameters to host memory if that is asked for. Returns the weights that stay."""
         tensors: list[Tensor] = []
-        self._weights, self.parked_bytes = [], 0
+        self._weights, self._parked = [], []
         layers = self._choice.layers if self.options is not None and self.options.keep == "cpu" else ()
         can_park = parkable(model, (source for layer in layers for source in layer.sources))
         for layer in self._choice.layers:
@@ -224,10 +224,9 @@ class LowBitWeights:
                 layer.has_unquantised = False
                 for source in layer.sources:
                     park(source)
-                    self.parked_bytes += source.weight.nbytes
                 wholes = (source.weight.T if is_transposed else source.weight for source in layer.sources)
                 weights = tuple(part for whole in wholes for part in whole.chunk(len(weights) // len(layer.sources)))
-                tensors += [source.weight for source in layer.sources]  # `weight.data` may be exchanged
+                self._parked += [source.weight for source in layer.sources]
             else:
                 tensors += weights
             self._weights.append(weights)
@@ -240,7 +239,14 @@ class LowBitWeights:
 
         Waits for the device.
         """
-        return (*map(_version, self._tensors), *(samples.read() for samples in self._samples))
+        # A parked weight may come back to the device at any time.
+        parked = map(_content, self._parked)
+        return (*parked, *map(_version, self._tensors), *(samples.read() for samples in self._samples))
+
+    @property
+    def parked_bytes(self) -> int:
+        """Bytes of the weights that are in host memory."""
+        return sum(weight.nbytes for weight in self._parked)
 
     @property
     def most_rows(self) -> int | None:
