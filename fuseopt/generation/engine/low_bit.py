@@ -15,6 +15,7 @@ from fuseopt.generation.engine.layers import Linear
 from fuseopt.generation.engine.parked_weights import park, parkable
 from fuseopt.modules.quantised import UnreadableWeight, described
 from fuseopt.ops import registry
+from fuseopt.ops.decode.packed_linear import LEAST_TRANSPOSED
 from fuseopt.ops.low_bit import LowBitWeight, dequantize, not_quantised_reason, quantize
 from fuseopt.ops.packed_weight import PackedWeight, not_packed_reason, pack_for_cuda, unpacked
 from fuseopt.runtime.announcements import announce, is_bar_disabled
@@ -51,17 +52,28 @@ class LowBitChoice(NamedTuple):
 
 
 def low_bit_choice(
-    model: nn.Module, layers: Iterable[Linear], of_prompts: Iterable[Linear], options: LowBitOptions
+    model: nn.Module,
+    layers: Iterable[Linear],
+    of_prompts: Iterable[Linear],
+    with_attention: Iterable[Linear],
+    options: LowBitOptions,
 ) -> LowBitChoice:
-    """Chooses among `layers` of a step of `model`. `of_prompts`: further layers, which no step runs.
+    """Chooses among `layers` of a step of `model`.
 
     Layers that read the same input run as one, so they are quantised together or not at all.
+
+    Args:
+        of_prompts: further layers, which no step runs.
+        with_attention: those of `layers` that a CUDA kernel may compute together with attention.
     """
+    fused = {id(layer) for layer in with_attention}
     paths = {id(module): path for path, module in model.named_modules()}
     chosen, names, kept = [], [], {}
     for layer in layers:
         found = [paths.get(id(module), "?") for module in layer.sources]
         reason = _reason(layer, found, options)
+        if reason is None and options.keep == "device":
+            reason = no_gain_reason(layer, id(layer) in fused)
         if reason is None:
             chosen.append(layer)
             names += found
@@ -86,6 +98,16 @@ def _reason(layer: Linear, paths: Sequence[str], options: LowBitOptions) -> str 
         return excluded.replace("it", paths[0], 1) if len(paths) > 1 and "names it" in excluded else excluded
     found = (not_quantised_reason(w.shape, w.dtype, options.bits, options.group) for w in layer.weights)
     return next(filter(None, found), None)
+
+
+def no_gain_reason(layer: Linear, is_with_attention: bool) -> str | None:
+    """Why a step on a GPU is not faster if a layer is quantised; None if it is."""
+    weight = layer.weights[0]
+    if not packs_on(weight.device) or not weight.T.is_contiguous():
+        return None
+    if is_with_attention:
+        return "one kernel computes it and attention in 16 bits, which is faster"
+    return None if weight.numel() >= LEAST_TRANSPOSED else "its kernel in 16 bits is as fast"
 
 
 def no_kernel_reason(layer: Linear) -> str | None:
