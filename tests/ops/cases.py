@@ -48,12 +48,6 @@ class Case:
         torch.manual_seed(0)
         return list(self.op.sample_inputs(self.device, dtype, requires_grad))
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """float32, or another that the backend takes."""
-        (backend,) = self.op.candidates(self.backend)
-        return torch.float32 if torch.float32 in backend.dtypes else backend.dtypes[0]
-
     def is_differentiable(self) -> bool:
         return self.op.name in _differentiable_names()
 
