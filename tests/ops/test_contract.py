@@ -364,7 +364,7 @@ def test_forward_mode_runs_the_reference_of_ops_with_gradients(differentiable_ca
 def test_forward_mode_is_refused_by_kernels_without_gradients(case: Case) -> None:
     if case.op.name in {parameter.values[0].op.name for parameter in differentiable_cases()}:
         pytest.skip("it has gradients")
-    sample = case.samples(torch.float64)[0] if case.samples(torch.float64) else case.samples(case.dtype)[0]
+    sample = (case.samples(torch.float64) or case.samples(case.dtype))[0]
     function, inputs = of_tensors(case, sample)
     with torch.no_grad(), forward_ad.dual_level():
         duals = [forward_ad.make_dual(t, torch.ones_like(t)) if t.is_floating_point() else t for t in inputs]

@@ -13,7 +13,7 @@ from fuseopt.generation.engine.beam_state import BeamState
 from fuseopt.generation.engine.device_constants import TrackedCopy
 from fuseopt.generation.engine.quantised_cache import LayerCache, QuantisedCache
 from fuseopt.ops.decode.linear import FEW_ROWS
-from fuseopt.ops.decode.quantized_heads import OP
+from fuseopt.ops.decode.quantized_heads import EIGHT_BIT_ATTENTION
 from fuseopt.runtime.huge_pages import with_huge_pages
 from fuseopt.tuning import tuned
 
@@ -241,7 +241,7 @@ class DecodeState:
     @property
     def attention_op(self) -> str:
         """The op that attends to the caches; `encoded` has the dtype of its queries."""
-        return "decode_attention" if self.scales is None else OP
+        return "decode_attention" if self.scales is None else EIGHT_BIT_ATTENTION
 
     def zero_caches(self) -> None:
         """Zeros the caches of an earlier call. Attention multiplies masked values by 0, and 0 * NaN is NaN."""
