@@ -15,6 +15,7 @@ from fuseopt.generation.engine.layers import Linear
 from fuseopt.generation.engine.parked_weights import park, parkable
 from fuseopt.modules.quantised import UnreadableWeight, described
 from fuseopt.ops import registry
+from fuseopt.ops.backends import assumed_gpu
 from fuseopt.ops.decode.packed_linear import LEAST_TRANSPOSED
 from fuseopt.ops.low_bit import LowBitWeight, dequantize, not_quantised_reason, quantize
 from fuseopt.ops.packed_weight import PackedWeight, not_packed_reason, pack_for_cuda, unpacked
@@ -103,7 +104,7 @@ def _reason(layer: Linear, paths: Sequence[str], options: LowBitOptions) -> str 
 def no_gain_reason(layer: Linear, is_with_attention: bool) -> str | None:
     """Why a step on a GPU is not faster if a layer is quantised; None if it is."""
     weight = layer.weights[0]
-    if not packs_on(weight.device) or not weight.T.is_contiguous():
+    if not packs_on(_planned_device(layer)) or not weight.T.is_contiguous():
         return None
     if is_with_attention:
         return "one kernel computes it and attention in 16 bits, which is faster"
@@ -112,12 +113,17 @@ def no_gain_reason(layer: Linear, is_with_attention: bool) -> str | None:
 
 def no_kernel_reason(layer: Linear) -> str | None:
     """Why no kernel on the device of a layer's weights reads them quantised; None if one does."""
-    device, dtype = layer.weights[0].device, layer.weights[0].dtype
+    device = _planned_device(layer)
     if not packs_on(device):
         return None
-    choice = registry.get("decode_packed_linear").choose("auto", device, (dtype,), may_build=True)
+    choice = registry.get("decode_packed_linear").choose("auto", device, (layer.weights[0].dtype,), may_build=True)
     reason = "; ".join(choice.refused["cuda"]) if choice.backend == "reference" else ""
     return f"the CUDA kernel {reason}" if reason else not_packed_reason(layer.weights[0].shape[1])
+
+
+def _planned_device(layer: Linear) -> torch.device:
+    """The GPU that a plan is made for, or else the device of a layer's weights."""
+    return assumed_gpu() or layer.weights[0].device
 
 
 def check_is_read(layer: Linear) -> None:
