@@ -123,7 +123,7 @@ class Linear:
 
     def multiplied(self) -> tuple[Tensor, ...]:
         """The weights to multiply with: `weights`, or new tensors of their dtype, dequantised."""
-        if not self.low_bit:
+        if not self.low_bit or self.has_unquantised:
             return self.weights
         pairs = zip(self.low_bit, self.weights, strict=True)
         return tuple(dequantize(unpacked(low), weight.dtype) for low, weight in pairs)

@@ -74,7 +74,7 @@ def low_bit_choice(
         found = [paths.get(id(module), "?") for module in layer.sources]
         reason = _reason(layer, found, options)
         if reason is None and options.keep == "device":
-            reason = no_gain_reason(layer, id(layer) in fused)
+            reason = no_gain_reason(layer, options.bits, id(layer) in fused)
         if reason is None:
             chosen.append(layer)
             names += found
@@ -101,14 +101,14 @@ def _reason(layer: Linear, paths: Sequence[str], options: LowBitOptions) -> str 
     return next(filter(None, found), None)
 
 
-def no_gain_reason(layer: Linear, is_with_attention: bool) -> str | None:
+def no_gain_reason(layer: Linear, bits: int, is_with_attention: bool) -> str | None:
     """Why a step on a GPU is not faster if a layer is quantised; None if it is."""
     weight = layer.weights[0]
     if not packs_on(_planned_device(layer)) or not weight.T.is_contiguous():
         return None
     if is_with_attention:
         return "one kernel computes it and attention in 16 bits, which is faster"
-    return None if weight.numel() >= LEAST_TRANSPOSED else "its kernel in 16 bits is as fast"
+    return None if bits == 4 and weight.numel() >= LEAST_TRANSPOSED else "its kernel in 16 bits is as fast"
 
 
 def no_kernel_reason(layer: Linear) -> str | None:
