@@ -1,5 +1,6 @@
 """Weights in 8 or 4 bits in the order in which the CUDA kernels read them."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -121,6 +122,14 @@ def unpacked(weight: LowBitWeight | PackedWeight) -> LowBitWeight:
     )
     points = (zeros[0].float() - _MAGIC[dtype]).to(torch.uint8) if has_zeros else None
     return LowBitWeight(values[:outputs, : inputs // 8].contiguous(), scales, points, 4, group)
+
+
+def parts_of(weight: PackedWeight, most_bytes: int) -> Iterator[tuple[int, PackedWeight]]:
+    """Parts along the outputs, at most so large when dequantised, but of 16 outputs or more; and their first output."""
+    step = max(most_bytes // (max(weight.inputs, 1) * weight.dtype.itemsize) // _LINE, 1) * _LINE
+    for first in range(0, weight.outputs, step):
+        data = weight.data[first // _LINE : (first + step) // _LINE]
+        yield first, weight._replace(data=data, outputs=min(step, weight.outputs - first))
 
 
 def _counts(outputs: int, inputs: int, bits: int) -> tuple[int, int]:
