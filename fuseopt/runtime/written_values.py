@@ -62,20 +62,24 @@ class ReadSamples(Work[Samples]):
     """Reads samples. Its CUDA graph is valid for as long as the tensors have the same addresses.
 
     Attributes:
-        may_capture: no capture has been tried, and `read` has run.
+        runs: how often `run` has run, a capture included.
     """
 
     def __init__(self, samples: Samples) -> None:
         super().__init__("samples of weights", samples)
-        self.may_capture = False
+        self.runs = 0
 
     def run(self) -> None:
         self.state.join()
-        self.may_capture = True
+        self.runs += 1
 
     def read(self) -> bytes:
         """The bytes of the values as they are now; waits for the device."""
         self()
+        return self.values()
+
+    def values(self) -> bytes:
+        """The bytes of the values as the last run has read them; waits for the current stream."""
         return b"".join(values.cpu().view(torch.uint8).numpy().tobytes() for values in self.state.joined)
 
 
