@@ -29,8 +29,8 @@ struct PackedRowLayer : MmaLayer<T> {
 
 constexpr int kMostRingStages = 8;
 
-// How the calling lane multiplies a row with units of kLines lines.
-template <typename T, int kBits, int kLines>
+// How the calling lane multiplies a row with units of a line.
+template <typename T, int kBits>
 struct PackedRowUnits {
   static constexpr int kUnitChunks = kBlockChunks<kBits> / kBlockUnits;
 
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kWarps == 16 || kLines == 4
   const T* const input = settled(static_cast<const T*>(layer.input) + first_k);
   const unsigned ones = layer.adds_one ? ~0u : 0u;
   settle(takes), settle(puts);
-  using Units = PackedRowUnits<T, kBits, kLines>;
+  using Units = PackedRowUnits<T, kBits>;
   constexpr int kBlockChunks = fuseopt::kBlockChunks<kBits>, kUnitChunks = Units::kUnitChunks;
   uint4 held[kHeld == 0 ? 1 : kHeld * kBlockChunks][kLines][2];
   if constexpr (kHeld > 0) {
@@ -250,25 +250,26 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kWarps == 16 || kLines == 4
     if constexpr (kHeld == 0) arrivals[warp][stage].template wait<false>(parity);
     const char* block = ring + stage * stage_bytes + kHeld * shape.block_bytes;
     const int end = kRing ? min(count, done + layer.stage_blocks) : count;
-    // Instructions that run first have to be fetched, so the loop's body is short.
 #pragma unroll 1
-    for (int i = 0; done < end;) {
-      uint4 units[kLines];
+    for (; done < end; ++done) {
+      uint4 units[kLines][kBlockUnits];
 #pragma unroll
-      for (int j = 0; j < kLines; ++j) units[j] = Units::load(block + j * of_line, i);
+      for (int j = 0; j < kLines; ++j) {
 #pragma unroll
-      for (int u = 0; u < kUnitChunks; ++u) {
-        const uint4 row = *reinterpret_cast<const uint4*>(operand + u * kXStride);
+        for (int i = 0; i < kBlockUnits; ++i) units[j][i] = Units::load(block + j * of_line, i);
+      }
+#pragma unroll
+      for (int c = 0; c < kBlockChunks; ++c) {
+        const uint4 row = *reinterpret_cast<const uint4*>(operand + c * kXStride);
 #pragma unroll
         for (int j = 0; j < kLines; ++j) {
-          const char* const scales = Units::scales_of(shape, block + j * of_line, i * kUnitChunks + u);
+          const char* const scales = Units::scales_of(shape, block + j * of_line, c);
           uint4 low, high;
-          Units::unpack(shape, units[j], u, scales, low, high);
-          Units::multiply_add(low, high, u, scales, row, sums[0][j], sums[1][j]);
+          Units::unpack(shape, units[j][c / kUnitChunks], c % kUnitChunks, scales, low, high);
+          Units::multiply_add(low, high, c % kUnitChunks, scales, row, sums[0][j], sums[1][j]);
         }
       }
-      operand += kUnitChunks * kXStride;
-      if (++i == kBlockUnits) i = 0, ++done, block += shape.block_bytes;
+      operand += kBlockChunks * kXStride, block += shape.block_bytes;
     }
     if constexpr (kRing) {
       __syncwarp();
@@ -325,110 +326,6 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kWarps == 16 || kLines == 4
   float value = activate_quickly(layer.activation, total(place, scale, bias));
   if (layer.is_gated) value *= total(place % outputs + outputs, gate_scale, gate_bias);
   if (finishes) layer.store(at, value + layer.residual_from(residual));
-}
-
-// How many lines a block has, how many warps share K, and how much of a warp's part its ring holds. Zeros leave a number to
-// the plan.
-struct PackedRowPlan {
-  int lines, warps, part_blocks, loads, stage_blocks, stages, strips[DecodeLinear::kMaxWeights] = {}, all_strips = 0;
-  bool is_held;  // some of the weight, in registers
-  size_t shared_bytes;
-
-  PackedRowPlan(const DecodeLinear& layer, const PackedShape& shape, int bits, int wanted_lines, int wanted_warps,
-                int wanted_stages, int wanted_blocks)
-      : lines(wanted_lines), warps(wanted_warps) {
-    const int block_k = bits == 4 ? kBlockK<4> : kBlockK<8>;
-    const int64_t all_lines = ceil_div(output_columns(layer) * (layer.gated ? 2 : 1), kLineOutputs);
-    if (warps == 0) warps = layer.in_features > kLongK ? 16 : 8;
-    if (lines == 0) lines = all_lines > multiprocessor_count() && warps == 8 && shape.line_bytes <= kWideLineBytes ? 2 : 1;
-    if (layer.gated && lines == 1) lines = 2;
-    part_blocks = static_cast<int>(ceil_div(shape.blocks, warps));
-    loads = static_cast<int>(ceil_div(part_blocks * block_k, kWarpSize * kLaneValues));
-    stage_blocks = wanted_stages == 0 ? part_blocks : wanted_blocks;
-    stages = wanted_stages == 0 ? 1 : static_cast<int>(std::min<int64_t>(wanted_stages, ceil_div(part_blocks, stage_blocks)));
-    const int width = kLineOutputs * lines / (layer.gated ? 2 : 1);
-    for (int i = 0; i < (layer.gated ? 1 : layer.weight_count); ++i) {
-      strips[i] = static_cast<int>(ceil_div(layer.widths[i], width));
-      all_strips += strips[i];
-    }
-    is_held = warps == 8 && layer.in_features <= kHeldK && all_strips <= 2 * multiprocessor_count();
-    const size_t factors = layer.norm == kLayerNorm ? 4 : 1;
-    shared_bytes = static_cast<size_t>(lines) * warps * stages * stage_blocks * shape.block_bytes +
-                   static_cast<size_t>(warps) * part_blocks * block_k * sizeof(uint16_t) * factors;
-  }
-
-  bool fits() const {
-    constexpr size_t kDeclared = 13 * 1024;  // at most: by the kernel
-    return shared_bytes + kDeclared <= shared_bytes_of_block();
-  }
-
- private:
-  // TUNED: GPT-2 XL, Llama-3.2-1B, Llama-3.1-8B and T5-large, int8 and int4, H200, chains of one layer (v4 of 2026-11-30).
-  static constexpr int kLongK = 4096, kHeldK = 2048, kWideLineBytes = 40 * 1024;
-};
-
-// Whether the kernel is the fastest for a layer: one whose weight fits on the chip, but is not so small that skinny_mma's
-// registers hold it beside the next one.
-inline bool prefers_packed_row(const DecodeLinear& layer, const PackedShape& shape) {
-  constexpr int64_t kLeast = 17 * 1024, kMost = 192 * 1024;  // TUNED: as above; bytes of a multiprocessor
-  const int64_t bytes = ceil_div(output_columns(layer) * (layer.gated ? 2 : 1), kLineOutputs) * shape.line_bytes;
-  return bytes >= kLeast * multiprocessor_count() && bytes <= kMost * multiprocessor_count();
-}
-
-template <typename T, int kBits, int kLines, int kWarps, RowNorm kNorm, int kLoads, int kHeld, bool kRing>
-cudaError_t launch_packed_row_as(const DecodeLinear& layer, const PackedShape& shape, const PackedRowPlan& plan, cudaStream_t stream) {
-  PackedRowLayer<T> of{mma_layer<T>(layer)};
-  of.packed = shape;
-  of.is_gated = layer.gated;
-  of.part_blocks = plan.part_blocks;
-  of.stage_blocks = plan.stage_blocks;
-  of.stages = plan.stages;
-  for (int i = 0; i < DecodeLinear::kMaxWeights; ++i) of.strips[i] = plan.strips[i];
-  const LaunchShape grid{static_cast<unsigned>(plan.all_strips), kWarps * kWarpSize, plan.shared_bytes, 1};
-  of.share_prefetch(grid);
-  return launch_dependent(decode_packed_row_kernel<T, kBits, kLines, kWarps, kNorm, kLoads, kHeld, kRing>, of, grid, layer.pdl, stream);
-}
-
-// Norms of float16 would exceed its range.
-template <typename T>
-bool takes_packed_row(const DecodeLinear& layer) {
-  return is_sm90_or_newer() && layer.rows == 1 && (layer.norm == kNoNorm || std::is_same_v<T, __nv_bfloat16>);
-}
-
-template <typename T, int kBits>
-cudaError_t launch_packed_row(const DecodeLinear& layer, const PackedShape& shape, const PackedRowPlan& plan, cudaStream_t stream) {
-  cudaError_t error = cudaErrorNotSupported;
-  const auto with_loads = [&]<int kLines, int kWarps, RowNorm kNorm, int kHeld, bool kRing>() {
-    const auto launch = [&]<int kLoads>() {
-      error = launch_packed_row_as<T, kBits, kLines, kWarps, kNorm, kLoads, kHeld, kRing>(layer, shape, plan, stream);
-    };
-    constexpr bool kIsLong = kWarps == 16 && kNorm == RowNorm::kNone;
-    if (plan.loads == 1) launch.template operator()<1>();
-    else if (plan.loads == 2 && kHeld == 0) launch.template operator()<kHeld == 0 ? 2 : 1>();
-    else if (plan.loads <= 4 && kIsLong) launch.template operator()<kIsLong ? 4 : 1>();
-  };
-  const auto with_norm = [&]<int kLines, int kWarps, int kHeld, bool kRing>() {
-    if (layer.norm == kNoNorm) return with_loads.template operator()<kLines, kWarps, RowNorm::kNone, kHeld, kRing>();
-    if constexpr (std::is_same_v<T, __nv_bfloat16> && !(kWarps == 16 && kRing)) {
-      if (layer.norm == kLayerNorm) return with_loads.template operator()<kLines, kWarps, RowNorm::kLayer, kHeld, kRing>();
-      with_loads.template operator()<kLines, kWarps, RowNorm::kRms, kHeld, kRing>();
-    }
-  };
-  constexpr int kHeldBlocks = 8 / kBlockChunks<kBits>;
-  if (plan.warps == 16) {
-    if (plan.lines == 1 && plan.stages > 1) with_norm.template operator()<1, 16, 0, true>();
-    else if (plan.lines == 1 && !plan.is_held) with_norm.template operator()<1, 16, 0, false>();
-  } else if (plan.stages > 1) {
-    if (plan.lines == 2) with_norm.template operator()<2, 8, 0, true>();
-  } else if (plan.is_held) {
-    if (plan.lines == 1) with_norm.template operator()<1, 8, kHeldBlocks, false>();
-    else if (plan.lines == 2) with_norm.template operator()<2, 8, kHeldBlocks / 2, false>();
-  } else {
-    if (plan.lines == 1) with_norm.template operator()<1, 8, 0, false>();
-    else if (plan.lines == 2) with_norm.template operator()<2, 8, 0, false>();
-    else with_norm.template operator()<4, 8, 0, false>();
-  }
-  return error;
 }
 
 }  // namespace fuseopt
