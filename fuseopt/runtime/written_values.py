@@ -76,6 +76,10 @@ class ReadSamples(Work[Samples]):
     def read(self) -> bytes:
         """The bytes of the values as they are now; waits for the device."""
         self()
+        return self.values()
+
+    def values(self) -> bytes:
+        """The bytes of the values as the last run has read them; waits for the current stream."""
         return b"".join(values.cpu().view(torch.uint8).numpy().tobytes() for values in self.state.joined)
 
 

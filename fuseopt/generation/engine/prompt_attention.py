@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from fuseopt import ops
 from fuseopt.generation.engine.attention import attend, is_plain
@@ -55,17 +57,20 @@ class PromptAttention:
         self.slot = state.start_slot if state.start_varies else None
         # By the window of a layer, what is added to its scores: [rows or 1, 1, length, end]; None: nothing, but a
         # token sees none after it.
-        self.masks: dict[int | None, Tensor | None] = {}
+        self.masks: dict[int | None, Tensor | CausalBias | None] = {}
         self.without_masks: _AttentionFromSlot | None = None
         # Of capped scores PyTorch has no attention that takes a row without keys.
         is_capped = any(attention.softcap is not None for attention in attentions)
         windows = set(map(self._window, attentions))
-        if not masked and (start or windows != {None}) and reads_start_on_device(state, attentions):
-            self.without_masks = _AttentionFromSlot(state, length)
-            return
         hidden = torch.finfo(state.dtype).min if is_capped else -torch.inf
+        has_flash = not masked and reads_start_on_device(state, attentions)
+        if has_flash and (state.start_varies or windows != {None}):
+            self.without_masks = _AttentionFromSlot(state, length)
         for window in windows:
-            if masked or is_capped or start or window is not None:
+            if has_flash:
+                # For few queries it splits the keys among blocks, as `_AttentionFromSlot` does not.
+                self.masks[window] = causal_lower_right(length, end) if start else None
+            elif masked or is_capped or start or window is not None:
                 seen = causal_mask(length, state.device, start)[None, None]
                 seen = seen if window is None else seen.triu(start + 1 - window)
                 seen = seen & state.keep[:, None, None, :end] if masked else seen
@@ -100,13 +105,13 @@ class PromptAttention:
             if is_fast(qkv, cache[0], cache[1]):
                 return ops.prompt_attention_(qkv, cache[0], cache[1], attention.scale, pdl=True).flatten(0, 1)
         query = self._stored(projected, attention, cache)
-        if self.without_masks is not None:
+        if self.without_masks is not None and (self.slot is not None or self._window(attention) is not None):
             return self.without_masks.attend(query, cache, attention.scale, attention.window)
         keys, values = cache[:, :, :, : self.end].unbind()
         if attention.softcap is None:
             groups = query.shape[1] // kv_heads
             shares = groups > 1
-            if shares and cache.is_cuda and mask is not None:
+            if shares and cache.is_cuda and mask is not None and not isinstance(mask, CausalBias):
                 # With a mask, PyTorch's fast kernels share no heads on a GPU.
                 keys, values = (part.repeat_interleave(groups, dim=1) for part in (keys, values))
                 shares = False
@@ -167,7 +172,13 @@ def reads_start_on_device(state: DecodeState, attentions: Sequence[SelfAttention
 
     That takes PyTorch's FlashAttention, which gets the number of keys on the device.
     """
-    return _has_flash(state.cache) and all(attention.softcap is None for attention in attentions)
+    like = state.cache
+    return (
+        like.is_cuda
+        and torch.backends.cuda.flash_sdp_enabled()
+        and _has_flash(like.device, like.dtype, like.shape[-1])
+        and all(attention.softcap is None for attention in attentions)
+    )
 
 
 class _AttentionFromSlot:
@@ -218,13 +229,12 @@ class _AttentionFromSlot:
         return attended.flatten(1)
 
 
-def _has_flash(cache: Tensor) -> bool:
+@functools.cache
+def _has_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     return (
-        cache.is_cuda
-        and cache.dtype in HALVES
-        and cache.shape[-1] % 8 == 0
-        and cache.shape[-1] <= _MAX_FLASH_HEAD_DIM
+        dtype in HALVES
+        and head_dim % 8 == 0
+        and head_dim <= _MAX_FLASH_HEAD_DIM
         and torch.backends.cuda.is_flash_attention_available()
-        and torch.backends.cuda.flash_sdp_enabled()
-        and torch.cuda.get_device_capability(cache.device) >= (8, 0)
+        and torch.cuda.get_device_capability(device) >= (8, 0)
     )

@@ -186,8 +186,9 @@ class CheckedStep:
         elif reading.runs == 1 and reading.state.device.type == "cuda" and self.graphs.max_graphs:
             # Their views take the host longer than a graph of their one kernel.
             self.graphs.record(reading, (), "a read of the weights")
-        versions = (parameter._version for parameter in found.parameters)
-        return (*versions, *found.lora.versions(), reading.read())
+        reading()
+        versions = [parameter._version for parameter in found.parameters]
+        return (*versions, *found.lora.versions(), reading.values())
 
     def use_encoder(self, *, check_now: bool) -> str | None:
         """Prepares `encoder` for this call.

@@ -71,7 +71,8 @@ class PrefixCache:
 
     Args:
         mebibytes: largest size of the pool.
-        weight_versions: returns a value that changes with the weights; None if changes cannot be seen.
+        weight_versions: returns a value that changes with the weights, after it has waited for the current stream; None
+            if changes cannot be seen.
 
     Attributes:
         shape: of the model's cache, from the first prompt on.
@@ -138,6 +139,8 @@ class PrefixCache:
             return "its memory was freed, since memory ran out"
         if not self.capacity:
             return f"a block takes {shape.bytes_per_slot * BLOCK / _MIB:.2f} of {self.mebibytes} MiB"
+        # Copied while the samples of the weights are read, for which the host waits.
+        on_host = input_ids.to("cpu", torch.int64, non_blocking=True)
         versions = self._weight_versions()
         if versions is None:
             return "writes to weights made in inference mode cannot be seen"
@@ -149,7 +152,7 @@ class PrefixCache:
         if isinstance(paddings, str):
             return paddings
         rows = []
-        for ids, padding in zip(input_ids.cpu().to(torch.int64), paddings, strict=True):
+        for ids, padding in zip(on_host, paddings, strict=True):
             held = ids[padding:].numpy().tobytes()
             chain = self._chain(held)
             rows.append(_Row(padding, held, chain, [self._blocks[key].place for key in chain]))
@@ -277,8 +280,7 @@ def _copy(pool: Tensor | None, places: Sequence[int], slots: Tensor, *, to_pool:
     if pool is None or not length:
         return
     places = places[: -(-length // BLOCK)]
-    runs = [list(group) for _, group in itertools.groupby(enumerate(places), lambda item: item[1] - item[0])]
-    whole = length // BLOCK
+    runs, whole = _runs(places), length // BLOCK
     if len(runs) > _MOST_COPIES and whole:
         numbers = torch.tensor(places[:whole], device=pool.device)
         in_slots, in_pool = _wide_blocks(slots[:, :, :, : whole * BLOCK], pool)
@@ -286,12 +288,19 @@ def _copy(pool: Tensor | None, places: Sequence[int], slots: Tensor, *, to_pool:
             in_pool.index_copy_(3, numbers, in_slots)
         else:
             torch.index_select(in_pool, 3, numbers, out=in_slots)
-        runs = [runs[-1][-1:]] if length % BLOCK else []
-    for run in runs:
-        # Blocks in neighbouring places are copied at once.
-        begin, end, first = run[0][0] * BLOCK, min((run[-1][0] + 1) * BLOCK, length), run[0][1] * BLOCK
+        runs = [(whole, 1)] if length % BLOCK else []
+    for index, count in runs:
+        begin, end, first = index * BLOCK, min((index + count) * BLOCK, length), places[index] * BLOCK
         of_slots, of_pool = slots[:, :, :, begin:end], pool[:, :, :, first : first + end - begin]
         store(*((of_pool, of_slots) if to_pool else (of_slots, of_pool)))
+
+
+def _runs(places: Sequence[int]) -> list[tuple[int, int]]:
+    """The runs of neighbouring places, each as the index of its first one and their number."""
+    if places == [*range(places[0], places[0] + len(places))]:
+        return [(0, len(places))]
+    groups = itertools.groupby(range(len(places)), lambda index: places[index] - index)
+    return [(run[0], len(run)) for run in ([*group] for _, group in groups)]
 
 
 def _wide_blocks(*tensors: Tensor) -> list[Tensor]:
