@@ -181,8 +181,6 @@ class EagerCalls:
 
     def _list(self, backend: str, device: str) -> None:
         """Let further calls of a backend run directly, if the library for that is loaded."""
-        from fuseopt.extend.own_op import Op  # which imports this module
-
         library = loader.python_library()
         listed = self._listed[_DEVICES.index(device)]
         if library is None or backend in listed:
@@ -206,4 +204,4 @@ class EagerCalls:
         self._run_directly = library.run_own
         signature = self.op.signature
         self.direct = self, signature.names, dict(signature.defaults), signature.numbers, *self._listed
-        library.call_ops(Op, EagerCalls)
+        self.op.called_by(library)

@@ -305,6 +305,11 @@ class Op:
                 self.signature.check_numbers(self.name, args)
         return self._call_traced(backend, args) if torch.compiler.is_compiling() else self.calls.call(backend, args)
 
+    @staticmethod
+    def called_by(library: Any) -> None:
+        """Let `library`, csrc/python, run eager calls of all ops, but for those of a subclass."""
+        library.call_ops(Op, EagerCalls)
+
     def choose(self, /, *args: Any, backend: str = "auto", **kwargs: Any) -> registry.Choice:
         """The backend that a call would run on, and why those before it would not.
 

@@ -138,9 +138,8 @@ class FusedGenerate:
 
     @property
     def cache_dtype(self) -> str:
-        """How keys and values are quantised, "int8" or "fp8"; "" if they are not, or not yet."""
-        stored = self.checked.step.shape.stored_dtype if self.checked.is_built else None
-        return "" if stored is None else self.options.cache_dtype or ""
+        """How the last call quantised keys and values, "int8" or "fp8"; "" if it did not."""
+        return self.calls[-1].cache_dtype if self.calls else ""
 
     def forget_prompts(self) -> None:
         """Empties the prefix cache."""

@@ -17,10 +17,11 @@ from fuseopt.models import ModelPolicy, full_name
 from fuseopt.modules import lora, quantised
 from fuseopt.modules.children import unexpected_modules
 from fuseopt.ops import registry
-from fuseopt.ops.decode.quantized_heads import OP
+from fuseopt.ops.decode.quantized_heads import EIGHT_BIT_ATTENTION
 from fuseopt.plan import Replacement, Skip
 from fuseopt.runtime.module_watch import modules_below
 from fuseopt.strategies.context import BackendChoice, ProposalContext, generating_site
+from fuseopt.tuning import tuned
 
 _REQUEST = "generation"
 _TARGET = "FusedGenerate"
@@ -75,8 +76,11 @@ def _cache_notes(index: ModelIndex, model: nn.Module, step: StepName, options: G
     if reason is not None:
         yield f"keys and values stay in the model's dtype: {reason}"
         return
-    yield f"keys and values in {options.cache_dtype}"
-    attention, devices = registry.get(OP), (d for d in index.devices if d.type != "meta")
+    on_gpu = [device for device in index.devices if device.type == "cuda"]
+    least = max((tuned("decode_attention_8_bit_bytes", device) for device in on_gpu), default=0)
+    condition = f" if a layer has {least / 1e6:.0f} MB of them or more" if least else ""
+    yield f"keys and values in {options.cache_dtype}{condition}"
+    attention, devices = registry.get(EIGHT_BIT_ATTENTION), (d for d in index.devices if d.type != "meta")
     for choice in (attention.choose("auto", device, [index.dtype], may_build=True) for device in devices):
         if choice.backend == "reference":
             yield f"each step dequantises them in PyTorch, which is slow: {'; '.join(choice.refused['cpu'])}"

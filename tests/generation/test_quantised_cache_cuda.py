@@ -40,6 +40,11 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _small_caches_are_quantised(set_tuned: Callable[[str, int], None]) -> None:
+    set_tuned("decode_attention_8_bit_bytes", 0)
+
+
 def model_of(family: str) -> nn.Module:
     return randomised(MODELS[family]()).to(DEVICE, torch.bfloat16)
 

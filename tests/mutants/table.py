@@ -184,6 +184,13 @@ OPS = (
         ("tests/ops/decode/test_cpu_kernels.py",),
     ),
     Mutant(
+        "pairs of a quantised weight take the next element twice",
+        "fuseopt/csrc/cpu/low_bit_tiles_body.h",
+        "const auto low = (Words)element(std::integral_constant<int, 2 * line>());",
+        "const auto low = (Words)element(std::integral_constant<int, 2 * line + 1>());",
+        ("tests/ops/decode/test_low_bit_cpu.py",),
+    ),
+    Mutant(
         "a replay gives an operation the recorded list itself",
         "fuseopt/csrc/python/tape.h",
         "c10::List<IValue> list = copied(argument.constant);",

@@ -27,6 +27,8 @@
 namespace fuseopt::avx512_bf16 {
 #include "cpu/decode_kernels_body.h"
 #include "cpu/decode_tiles_body.h"
+#include "cpu/low_bit_body.h"
+#include "cpu/low_bit_tiles_body.h"
 
 constexpr int64_t kPair = 2, kPairs = kLanes<uint32_t>;
 
@@ -46,11 +48,11 @@ struct Multiply<BFloat16, BFloat16> {
 };
 using PairProducts = Multiply<BFloat16, BFloat16>;
 
-// `lines`: of bfloat16, of which two make pairs, or of pairs.
+// `lines`: of bfloat16, of which two make pairs, or of pairs. `scales`: null, or of the outputs' sums.
 template <int kRows, typename Weight>
-__attribute__((noinline)) void add_tile(const Weight* weight, int64_t line_stride, int64_t lines,
-                                        const BFloat16* input, int64_t input_stride, float* output,
-                                        int64_t output_stride, Prefetch& outer) {
+__attribute__((noinline)) void add_scaled_tile(const Weight* weight, const float* scales, int64_t line_stride,
+                                               int64_t lines, const BFloat16* input, int64_t input_stride,
+                                               float* output, int64_t output_stride, Prefetch& outer) {
   Prefetch prefetch = outer;  // in registers
   constexpr bool kInterleaves = std::is_same_v<Weight, BFloat16>;
   constexpr int64_t kLines = kInterleaves ? kPair : 1;
@@ -84,6 +86,10 @@ __attribute__((noinline)) void add_tile(const Weight* weight, int64_t line_strid
         left = shuffled<float, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23>(low, high);
         right = shuffled<float, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31>(low, high);
       }
+      if (scales != nullptr) {
+        left *= load(scales + i * kPairs);
+        right *= load(scales + (i + 1) * kPairs);
+      }
       float* target = output + row * output_stride + i * kPairs;
       store<float>(target, load(target) + left);
       store<float>(target + kPairs, load(target + kPairs) + right);
@@ -91,9 +97,19 @@ __attribute__((noinline)) void add_tile(const Weight* weight, int64_t line_strid
   }
 }
 
+template <int kRows, typename Block, typename... Arguments>
+inline void add_tile(const Block& block, Arguments&&... arguments) {
+  if constexpr (std::is_pointer_v<Block>) {
+    add_scaled_tile<kRows>(block, nullptr, arguments...);
+  } else {
+    add_scaled_tile<kRows>(block.lines, block.scales, arguments...);
+  }
+}
+
 void dot_tiles(const Products& products) { dot_tiles_of<BFloat16, BFloat16>(products); }
 void add_tiles(const Products& products) { add_tiles_of<BFloat16, BFloat16>(products); }
-constexpr BFloat16Kernels kKernels = {dot_tiles, add_tiles};
+int64_t low_bit_tiles(const LowBitProducts& products) { return low_bit_tiles_of<BFloat16>(products); }
+constexpr BFloat16Kernels kKernels = {dot_tiles, add_tiles, low_bit_tiles};
 }  // namespace fuseopt::avx512_bf16
 #if defined(__clang__)
 #pragma clang attribute pop

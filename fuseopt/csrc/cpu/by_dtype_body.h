@@ -1,4 +1,4 @@
-// The functions of DecodeKernels that choose by dtype. In the same namespace as the other bodies.
+// The functions of DecodeKernels, which choose by dtype. In the same namespace as the other bodies.
 
 #define FUSEOPT_BY_DTYPE(function, dtype, ...)                    \
   switch (dtype) {                                                \
@@ -17,6 +17,14 @@ void attend(const HeadAttention& attention) {
   if (attention.cache_dtype == kInt8) return attend_of<int8_t>(attention);
   if (attention.cache_dtype == kFp8) return attend_of<Fp8>(attention);
   FUSEOPT_BY_DTYPE(attend_of, attention.dtype, attention)
+}
+
+void low_bit(const LowBitProducts& products) {
+  const int64_t begin = products.rows < kLowBitTileRows ? 0 : low_bit_tiles_of<float>(products);
+  const LowBitProducts p = lines_from(products, begin);
+  if (p.lines == 0) return;
+  if (p.bits == 8) return multiply_low_bit<Int8, false>(p);
+  p.zeros == nullptr ? multiply_low_bit<Int4, false>(p) : multiply_low_bit<Int4, true>(p);
 }
 
 #undef FUSEOPT_BY_DTYPE

@@ -28,8 +28,9 @@ namespace fuseopt::own {
 #include "cpu/decode_kernels_body.h"
 #include "cpu/decode_tiles_body.h"
 #include "cpu/attention_body.h"
-#include "cpu/by_dtype_body.h"
 #include "cpu/low_bit_body.h"
+#include "cpu/low_bit_tiles_body.h"
+#include "cpu/by_dtype_body.h"
 constexpr DecodeKernels kKernels = {dot_lines, add_lines, dot_tiles, add_tiles, attend, low_bit};
 }
 #undef FUSEOPT_VECTOR_BYTES
@@ -48,8 +49,9 @@ namespace fuseopt::avx512 {
 #include "cpu/decode_kernels_body.h"
 #include "cpu/decode_tiles_body.h"
 #include "cpu/attention_body.h"
-#include "cpu/by_dtype_body.h"
 #include "cpu/low_bit_body.h"
+#include "cpu/low_bit_tiles_body.h"
+#include "cpu/by_dtype_body.h"
 constexpr DecodeKernels kKernels = {dot_lines, add_lines, dot_tiles, add_tiles, attend, low_bit};
 }
 #if defined(__clang__)

@@ -1,8 +1,10 @@
 // What a linear layer of a decode step has around its products: a norm before, bias, activation, gate and residual after.
 #pragma once
 
+#include <bit>
 #include <string>
 
+#include "cpu/decode_kernels.h"
 #include "cpu/gelu.h"
 #include "cpu/rows.h"
 
@@ -122,5 +124,24 @@ RowBuffer<Math> rounded_rows(const Tensor& input, ScalarType type) {
   }
   return x;
 }
+
+/// Rows of numbers that bfloat16 has, as BFloat16Kernels take them.
+class BFloat16Rows {
+ public:
+  BFloat16Rows(const float* rows, int64_t count, int64_t length)
+      : stride((length + kPaddedLength - 1) / kPaddedLength * kPaddedLength), data_(count * stride) {
+    for (int64_t row = 0; row < count; ++row, rows += length) {
+      uint16_t* target = data_.get() + row * stride;
+      for (int64_t i = 0; i < length; ++i) target[i] = std::bit_cast<uint32_t>(rows[i]) >> 16;
+      std::fill(target + length, target + stride, 0);
+    }
+  }
+
+  const uint16_t* get() const { return data_.get(); }
+  const int64_t stride;
+
+ private:
+  const RowBuffer<uint16_t> data_;
+};
 
 }  // namespace fuseopt

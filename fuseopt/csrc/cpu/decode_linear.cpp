@@ -1,5 +1,4 @@
 // A linear layer of few rows for decode steps: see fuseopt/ops/decode/linear.py.
-#include <bit>
 #include <cstring>
 
 #include "check.h"
@@ -27,25 +26,6 @@ struct Weight {
   }
 
   int64_t out_features() const { return tensor.size(0); }
-};
-
-/// Rows of numbers that bfloat16 has, as BFloat16Kernels take them.
-class BFloat16Rows {
- public:
-  BFloat16Rows(const float* rows, int64_t count, int64_t length)
-      : stride((length + kPaddedLength - 1) / kPaddedLength * kPaddedLength), data_(count * stride) {
-    for (int64_t row = 0; row < count; ++row, rows += length) {
-      uint16_t* target = data_.get() + row * stride;
-      for (int64_t i = 0; i < length; ++i) target[i] = std::bit_cast<uint32_t>(rows[i]) >> 16;
-      std::fill(target + length, target + stride, 0);
-    }
-  }
-
-  const uint16_t* get() const { return data_.get(); }
-  const int64_t stride;
-
- private:
-  const RowBuffer<uint16_t> data_;
 };
 
 /// Products of all rows with all weights, in some parts that add up to them: of a transposed weight and few rows, each

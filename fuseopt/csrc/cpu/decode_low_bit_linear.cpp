@@ -24,6 +24,20 @@ struct LowBitWeight {
   int64_t in_features() const { return values.size(1) * (bits() == 8 ? 1 : kNibblesPerWord); }
   int64_t groups() const { return scales.size(1); }
 
+  /// Without input and output.
+  LowBitProducts products() const {
+    LowBitProducts all = {};
+    all.bits = bits();
+    all.values = values.const_data_ptr();
+    all.scales = scales.const_data_ptr();
+    all.scale_type = dtype(scales);
+    all.zeros = zeros ? static_cast<const uint8_t*>(zeros->const_data_ptr()) : nullptr;
+    all.group = in_features() / groups();
+    all.lines = out_features();
+    all.length = in_features();
+    return all;
+  }
+
   void check(int64_t in_features) const {
     FUSEOPT_CHECK(values.dim() == 2 && in_features > 0 && this->in_features() == in_features, kOp,
                   "values must be [N, ", in_features, "] of int8, or int32 with 8 nibbles each");
@@ -42,26 +56,36 @@ struct LowBitWeight {
   }
 };
 
-/// Products [rows, columns of all weights] of rows with weights, which threads share by outputs.
-void multiply(const float* input, int64_t rows, const std::vector<LowBitWeight>& weights,
+/// Products [rows, columns of all weights] of rows of numbers of `type` with weights, which threads share by outputs.
+void multiply(const float* input, int64_t rows, ScalarType type, const std::vector<LowBitWeight>& weights,
               const std::vector<int64_t>& first, float* products) {
   const int64_t in_features = weights[0].in_features(), width = first.back() + weights.back().out_features();
-  const DecodeKernels& kernels = decode_kernels();
+  const int64_t group = in_features / weights[0].groups();
+  std::optional<BFloat16Rows> rounded;
+  if (type == ScalarType::BFloat16 && rows >= kLowBitPairRows && group >= kSmallestPairedGroup && bfloat16_kernels()) {
+    rounded.emplace(input, rows, in_features);
+  }
   parallel(width, in_features, [&](int64_t begin, int64_t end) {
     for (size_t i = 0; i < weights.size(); ++i) {
       const LowBitWeight& weight = weights[i];
       const int64_t line = std::max<int64_t>(0, begin - first[i]);
       const int64_t lines = std::min(end - first[i], weight.out_features()) - line;
       if (lines <= 0) continue;
-      const int64_t groups = weight.groups(), first_group = line * groups;
-      const DType scale_type = dtype(weight.scales);
-      kernels.low_bit({weight.bits(),
-                       static_cast<const char*>(weight.values.const_data_ptr()) + line * in_features * weight.bits() / 8,
-                       static_cast<const char*>(weight.scales.const_data_ptr()) + first_group * element_size(scale_type),
-                       scale_type,
-                       weight.zeros ? static_cast<const uint8_t*>(weight.zeros->const_data_ptr()) + first_group : nullptr,
-                       in_features / groups, lines, in_features, input, rows, in_features, products + first[i] + line,
-                       width});
+      LowBitProducts work = weight.products();
+      work.rows = rows;
+      work.output = products + first[i];
+      work.output_stride = width;
+      work = lines_from(work, line);
+      work.lines = lines;
+      if (rounded) {
+        work.input = rounded->get();
+        work.input_stride = rounded->stride;
+        const int64_t done = bfloat16_kernels()->low_bit_tiles(work);
+        work = lines_from(work, done);
+      }
+      work.input = input;
+      work.input_stride = in_features;
+      if (work.lines > 0) decode_kernels().low_bit(work);
     }
   });
 }
@@ -89,7 +113,7 @@ Tensor decode_low_bit_linear(const Tensor& input, const std::vector<Tensor>& val
   if (layer.output.numel() == 0) return layer.output;
   const int64_t rows = Rows(input).n_rows(), width = layer.first.back() + out_features.back();
   const RowBuffer<float> x = rounded_rows<float>(layer.input, type), products(rows * width);
-  multiply(x.get(), rows, weights, layer.first, products.get());
+  multiply(x.get(), rows, type, weights, layer.first, products.get());
   finish_layer<float>(layer, [&](int64_t row, int64_t index, int64_t column, int64_t) {
     return products.get() + row * width + layer.first[index] + column;
   });

@@ -116,9 +116,10 @@ constexpr int64_t kTileDepth = 64;  // lines at once
 template <typename T>
 class LinesInPlace {
  public:
-  static constexpr int64_t kDepth = kTileDepth, kInputsPerLine = 1;
+  static constexpr int64_t kInputsPerLine = 1;
 
   explicit LinesInPlace(const Products& p) : p_(p) {}
+  int64_t depth() const { return kTileDepth; }
   int64_t stride() const { return p_.line_stride; }
   int64_t inputs() const { return p_.lines; }
   int64_t outputs() const { return p_.length; }
@@ -139,9 +140,10 @@ template <typename T, typename X>
 class TransposedLines {
  public:
   using Word = typename Multiply<T, X>::Word;
-  static constexpr int64_t kInputsPerLine = Multiply<T, X>::kInputsPerWord, kDepth = kTileDepth * kInputsPerLine;
+  static constexpr int64_t kInputsPerLine = Multiply<T, X>::kInputsPerWord;
 
   explicit TransposedLines(const Products& p) : p_(p) {}
+  int64_t depth() const { return kTileDepth * kInputsPerLine; }
   int64_t stride() const { return kTileWidth<Word>; }
   int64_t inputs() const { return p_.length; }
   int64_t outputs() const { return p_.lines; }
@@ -198,21 +200,21 @@ __attribute__((noinline)) void add_tile(const T* weight, int64_t line_stride, in
 }
 
 // Products with the outputs that fill tiles; returns how many those are. X: of the input.
-template <typename Lines, typename X, typename Math>
-int64_t multiply_tiles(const Products& p) {
-  constexpr int64_t kWidth = kTileWidth<Math>, kDepth = Lines::kDepth, kPerLine = Lines::kInputsPerLine;
+template <typename Lines, typename X, typename Math, typename P>
+int64_t multiply_tiles(const P& p) {
+  constexpr int64_t kWidth = kTileWidth<Math>, kPerLine = Lines::kInputsPerLine;
   Lines lines(p);
-  const int64_t inputs = lines.inputs(), whole = lines.outputs() / kWidth * kWidth;
+  const int64_t inputs = lines.inputs(), whole = lines.outputs() / kWidth * kWidth, depth = lines.depth();
   const int64_t tiles = (p.rows + kTileRows - 1) / kTileRows;
   for (int64_t row = 0; row < p.rows; ++row) {
     std::memset(static_cast<Math*>(p.output) + row * p.output_stride, 0, whole * sizeof(Math));
   }
   for (int64_t output = 0; output < whole; output += kWidth) {
-    for (int64_t input = 0; input < inputs; input += kDepth) {
-      const int64_t count = std::min(kDepth, inputs - input), in_lines = (count + kPerLine - 1) / kPerLine;
-      const auto* block = lines.block(output, input, count);
+    for (int64_t input = 0; input < inputs; input += depth) {
+      const int64_t count = std::min(depth, inputs - input), in_lines = (count + kPerLine - 1) / kPerLine;
+      const auto block = lines.block(output, input, count);
       const bool is_end = input + count == inputs, is_last = is_end && output + kWidth == whole;
-      const int64_t next = is_end ? 0 : input + count, next_count = is_last ? 0 : std::min(kDepth, inputs - next);
+      const int64_t next = is_end ? 0 : input + count, next_count = is_last ? 0 : std::min(depth, inputs - next);
       Prefetch prefetch = lines.prefetch(is_end ? output + kWidth : output, next, next_count, tiles * in_lines);
       for_each_tile<kTileRows>(p.rows, [&](int64_t row, auto rows) {
         add_tile<rows>(block, lines.stride(), in_lines, static_cast<const X*>(p.input) + row * p.input_stride + input,

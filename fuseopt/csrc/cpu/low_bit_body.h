@@ -24,6 +24,7 @@ inline Vector<float> widened(const Words& words) {
 struct Int8 {
   static constexpr int kElements = 4;
   static constexpr int element(int i) { return i; }
+  static constexpr int piece_of(int element) { return element; }
   template <int i>
   static Vector<float> piece(const Words& words) {
     return widened<i / 2 * 16, i % 2 * 8, 8>(words);
@@ -34,6 +35,7 @@ struct Int8 {
 struct Int4 {
   static constexpr int kElements = 8;
   static constexpr int element(int i) { return i < 4 ? 2 * i : 2 * (i - 4) + 1; }
+  static constexpr int piece_of(int element) { return element / 2 + element % 2 * 4; }
   template <int i>
   static Vector<float> piece(const Words& words) {
     return widened<i / 2 * 8, i % 2 * 4, 4>(words);
@@ -51,7 +53,7 @@ class ArrangedInput {
   explicit ArrangedInput(const LowBitProducts& p)
       : stride_((p.length + kBlock<Format> - 1) / kBlock<Format> * kBlock<Format>), data_(p.rows * stride_) {
     for (int64_t row = 0; row < p.rows; ++row) {
-      const float* input = p.input + row * p.input_stride;
+      const float* input = static_cast<const float*>(p.input) + row * p.input_stride;
       for (int64_t begin = 0; begin < stride_; begin += kBlock<Format>, input += kBlock<Format>) {
         float padded[kBlock<Format>] = {};
         std::memcpy(padded, input, std::min(kBlock<Format>, p.length - begin) * sizeof(float));
@@ -202,7 +204,7 @@ inline void low_bit_sums(const LowBitProducts& p, const int64_t (&lines)[kLines]
 }
 
 template <typename Format, bool kHasZeros>
-void low_bit_of(const LowBitProducts& p) {
+void multiply_low_bit(const LowBitProducts& p) {
   constexpr int kLines = LineGroups::kMostLines, kRows = 4;
   const ArrangedInput<Format> input(p);
   LineGroups groups(p);
@@ -223,9 +225,4 @@ void low_bit_of(const LowBitProducts& p) {
       }
     });
   }
-}
-
-void low_bit(const LowBitProducts& p) {
-  if (p.bits == 8) return low_bit_of<Int8, false>(p);
-  p.zeros == nullptr ? low_bit_of<Int4, false>(p) : low_bit_of<Int4, true>(p);
 }

@@ -15,6 +15,7 @@ from fuseopt.generation.engine.layers import Linear
 from fuseopt.generation.engine.parked_weights import park, parkable
 from fuseopt.modules.quantised import UnreadableWeight, described
 from fuseopt.ops import registry
+from fuseopt.ops.decode.packed_linear import LEAST_TRANSPOSED
 from fuseopt.ops.low_bit import LowBitWeight, dequantize, not_quantised_reason, quantize
 from fuseopt.ops.packed_weight import PackedWeight, not_packed_reason, pack_for_cuda, unpacked
 from fuseopt.runtime.announcements import announce, is_bar_disabled
@@ -51,17 +52,28 @@ class LowBitChoice(NamedTuple):
 
 
 def low_bit_choice(
-    model: nn.Module, layers: Iterable[Linear], of_prompts: Iterable[Linear], options: LowBitOptions
+    model: nn.Module,
+    layers: Iterable[Linear],
+    of_prompts: Iterable[Linear],
+    with_attention: Iterable[Linear],
+    options: LowBitOptions,
 ) -> LowBitChoice:
-    """Chooses among `layers` of a step of `model`. `of_prompts`: further layers, which no step runs.
+    """Chooses among `layers` of a step of `model`.
 
     Layers that read the same input run as one, so they are quantised together or not at all.
+
+    Args:
+        of_prompts: further layers, which no step runs.
+        with_attention: those of `layers` that a CUDA kernel may compute together with attention.
     """
+    fused = {id(layer) for layer in with_attention}
     paths = {id(module): path for path, module in model.named_modules()}
     chosen, names, kept = [], [], {}
     for layer in layers:
         found = [paths.get(id(module), "?") for module in layer.sources]
         reason = _reason(layer, found, options)
+        if reason is None and options.keep == "device":
+            reason = no_gain_reason(layer, id(layer) in fused)
         if reason is None:
             chosen.append(layer)
             names += found
@@ -86,6 +98,16 @@ def _reason(layer: Linear, paths: Sequence[str], options: LowBitOptions) -> str 
         return excluded.replace("it", paths[0], 1) if len(paths) > 1 and "names it" in excluded else excluded
     found = (not_quantised_reason(w.shape, w.dtype, options.bits, options.group) for w in layer.weights)
     return next(filter(None, found), None)
+
+
+def no_gain_reason(layer: Linear, is_with_attention: bool) -> str | None:
+    """Why a step on a GPU is not faster if a layer is quantised; None if it is."""
+    weight = layer.weights[0]
+    if not packs_on(weight.device) or not weight.T.is_contiguous():
+        return None
+    if is_with_attention:
+        return "one kernel computes it and attention in 16 bits, which is faster"
+    return None if weight.numel() >= LEAST_TRANSPOSED else "its kernel in 16 bits is as fast"
 
 
 def no_kernel_reason(layer: Linear) -> str | None:
@@ -141,7 +163,6 @@ class LowBitWeights:
 
     Attributes:
         unquantised_bytes: bytes of the weights that `quantised_bytes` were made from, each counted once.
-        parked_bytes: those of them that are in host memory.
     """
 
     def __init__(self, options: LowBitOptions | None) -> None:
@@ -154,7 +175,8 @@ class LowBitWeights:
         self._samples: tuple[ReadSamples, ...] = ()
         self._weights: list[tuple[Tensor, ...]] = []
         self._parameters: list[Tensor] = []
-        self.unquantised_bytes = self.parked_bytes = 0
+        self._parked: list[Tensor] = []
+        self.unquantised_bytes = 0
 
     def put_into(self, model: nn.Module, choice: LowBitChoice | None, linears: Iterable[Linear]) -> None:
         """Sets `low_bit` of the layers of `choice`, and of the pre-quantised layers of `linears`.
@@ -211,9 +233,9 @@ class LowBitWeights:
         return made
 
     def _park(self, model: nn.Module) -> list[Tensor]:
-        """Moves the layers' Parameters to host memory if that is asked for. Returns tensors in which edits show."""
+        """Moves the layers' Parameters to host memory if that is asked for. Returns the weights that stay."""
         tensors: list[Tensor] = []
-        self._weights, self.parked_bytes = [], 0
+        self._weights, self._parked = [], []
         layers = self._choice.layers if self.options is not None and self.options.keep == "cpu" else ()
         can_park = parkable(model, (source for layer in layers for source in layer.sources))
         for layer in self._choice.layers:
@@ -224,10 +246,9 @@ class LowBitWeights:
                 layer.has_unquantised = False
                 for source in layer.sources:
                     park(source)
-                    self.parked_bytes += source.weight.nbytes
                 wholes = (source.weight.T if is_transposed else source.weight for source in layer.sources)
                 weights = tuple(part for whole in wholes for part in whole.chunk(len(weights) // len(layer.sources)))
-                tensors += [source.weight for source in layer.sources]  # `weight.data` may be exchanged
+                self._parked += [source.weight for source in layer.sources]
             else:
                 tensors += weights
             self._weights.append(weights)
@@ -240,12 +261,19 @@ class LowBitWeights:
 
         Waits for the device.
         """
-        return (*map(_version, self._tensors), *(samples.read() for samples in self._samples))
+        # A parked weight may come back to the device at any time.
+        parked = map(_content, self._parked)
+        return (*parked, *map(_version, self._tensors), *(samples.read() for samples in self._samples))
+
+    @property
+    def parked_bytes(self) -> int:
+        """Bytes of the weights that are in host memory."""
+        return sum(weight.nbytes for weight in self._parked)
 
     @property
     def most_rows(self) -> int | None:
         """Products of more rows read the unquantised weights; None if none do."""
-        return min((layer.low_bit_kernel[1] for layer in self._choice.layers if layer.has_unquantised), default=None)
+        return min((layer.most_low_bit_rows for layer in self._choice.layers if layer.has_unquantised), default=None)
 
     def modules(self) -> Iterator[QuantisedModule]:
         """The linear layers of the model that are quantised, without pre-quantised ones."""

@@ -79,7 +79,7 @@ def test_a_gated_pair(norm: str, kind: str) -> None:
     assert error([output], [expected(x, weights, **options)]) <= 8 * torch.finfo(torch.float32).eps
 
 
-@pytest.mark.parametrize("outputs", [1, 2, 5, 15, 17, 33])
+@pytest.mark.parametrize("outputs", [1, 2, 5, 15, 17, 33, 81])
 @pytest.mark.parametrize(
     ("kind", "inputs"),
     [("int8", k) for k in (1, 3, 4, 63, 65, 130)]
@@ -93,10 +93,11 @@ def test_odd_sizes(kind: str, inputs: int, outputs: int, monkeypatch: pytest.Mon
     torch.manual_seed(outputs)
     weight = quantized(kind, outputs, inputs)
     weight = weight._replace(scales=torch.exp2(torch.randint(-2, 3, weight.scales.shape)))
-    x = torch.randint(-8, 9, (5, inputs)).float()
-    for rows in (1, 2, 5):
-        output = decode_low_bit_linear(x[:rows], weight, backend="cpu")
-        assert torch.equal(output, x[:rows] @ dequantize(weight).T)
+    x = torch.randint(-8, 9, (10, inputs)).float()
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows in (1, 2, 5, 10):
+            output = decode_low_bit_linear(x[:rows].to(dtype), weight, backend="cpu")
+            assert torch.equal(output, (x[:rows] @ dequantize(weight).T).to(dtype))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,8 +109,10 @@ def test_each_value_is_widened_exactly(kind: str) -> None:
         values = (torch.arange(outputs)[:, None] + torch.arange(inputs)) % 255 - 127
         weight = weight._replace(values=values.to(torch.int8))
     eye = torch.eye(inputs)
-    for rows in eye.split(MAX_ROWS) + eye[:9].split(1):
-        assert torch.equal(decode_low_bit_linear(rows, weight, backend="cpu"), rows @ dequantize(weight).T)
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows in eye.split(MAX_ROWS) + eye[:9].split(1):
+            output = decode_low_bit_linear(rows.to(dtype), weight, backend="cpu")
+            assert torch.equal(output, (rows @ dequantize(weight).T).to(dtype))
 
 
 @pytest.mark.parametrize("kind", KINDS)
