@@ -74,10 +74,14 @@ def _decoders() -> Iterator[_Cells]:
 
 
 def _families() -> Iterator[_Cells]:
-    rows = {row.model: found for row in FAMILY_ROWS if (found := _row("generate-families-h200", f"of {row.model} generate"))}
+    rows = {
+        row.model: found for row in FAMILY_ROWS if (found := _row("generate-families-h200", f"of {row.model} generate"))
+    }
     floors = {model: row.of_floor or 0 for model, row in rows.items()}
     met = [model for model, share in floors.items() if share >= (0.5 if model in _SMALL else 0.8)]
-    static = {model: found for model in rows if (found := _row("generate-families-h200", f"of {model} generate", STATIC))}
+    static = {
+        model: found for model in rows if (found := _row("generate-families-h200", f"of {model} generate", STATIC))
+    }
     over = {model: _microseconds(row) / _microseconds(rows[model]) for model, row in static.items()}
     faster = [model for model, ratio in over.items() if ratio >= 3]
     note = f"[bound]({_NOTES}2026-11-30-families-beside-their-floor.md)"

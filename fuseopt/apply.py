@@ -147,6 +147,7 @@ def put(model: nn.Module, wanted: Applied | None, stacklevel: int = 3) -> None:
         return
     left = []
     if current is not None:
+        _fetch_parameters(current)
         left += _switch(model, None, [(change, change.after, change.before) for change in current.changes])
     if wanted is not None:
         left += _switch(model, wanted, [(change, change.before, change.after) for change in wanted.changes])
@@ -156,6 +157,13 @@ def put(model: nn.Module, wanted: Applied | None, stacklevel: int = 3) -> None:
             "after fuseopt.initialize. To get the original back, set it yourself",
             stacklevel=stacklevel,
         )
+
+
+def _fetch_parameters(record: Applied) -> None:
+    """Moves Parameters that wait in host memory back, as plans and the stock model expect them."""
+    for change in record.changes:
+        if isinstance(change.after, Decoding):
+            change.after.fetch_parameters()
 
 
 def forget_calls(record: Applied) -> None:
@@ -217,11 +225,12 @@ def stock_view(model: nn.Module) -> nn.Module:
     """A read-only view of the stock model; a model that is stock is returned itself.
 
     Modules with nothing applied in or below them are shared with `model`. The others are stand-ins of the same class
-    that hold the stock values of the attributes that fuseopt has set.
+    that hold the stock values of the attributes that fuseopt has set. Parameters in host memory are moved back.
     """
     applied = applied_to(model)
     if applied is None:
         return model
+    _fetch_parameters(applied)
     stock: dict[int, dict[str, Any]] = {}
     shared: dict[int, dict[str, Any]] = {}
     for change in applied.changes:

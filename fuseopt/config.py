@@ -73,12 +73,15 @@ class LowBitOptions:
         group: number of neighbouring inputs that share a scale: 32, 64 or 128. With 4 bits only.
         symmetric: False gives each group of 4 bits a zero point too.
         exclude: modules to leave, by paths as in `kernel_fusion.exclude`, such as "lm_head".
+        keep: where the unquantised weights are meanwhile: "device", or "cpu" for pinned memory of the host, from which
+            the model's own forward brings them back. Without effect on a CPU.
     """
 
     bits: int = 4
     group: int = 128
     symmetric: bool = True
     exclude: tuple[str, ...] = ()
+    keep: str = "device"
 
     @property
     def paths(self) -> ModulePaths:
@@ -315,6 +318,7 @@ def _low_bit(value: Any) -> LowBitOptions | None:
         group=one_of(f"{where}.group", value.get("group", default.group), GROUPS),
         symmetric=boolean(f"{where}.symmetric", value.get("symmetric", default.symmetric)),
         exclude=patterns(f"{where}.exclude", value.get("exclude", default.exclude)),
+        keep=choice(f"{where}.keep", value.get("keep", default.keep), ("device", "cpu")),
     )
     if options.bits == 8 and "group" in value:
         raise ConfigError(f"{where}.group: 8 bits have one scale for each output; use 4 bits, or remove the key")

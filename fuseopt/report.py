@@ -63,11 +63,14 @@ class Reporting(Protocol):
 
 @runtime_checkable
 class Decoding(Protocol):
-    """A replacement of `generate` that keeps a record of each of its last calls, and may keep their prompts."""
+    """A replacement of `generate` that keeps a record of each of its last calls, and may keep their prompts, and
+    Parameters in host memory."""
 
     calls: MutableSequence[Any]
 
     def forget_prompts(self) -> None: ...
+
+    def fetch_parameters(self) -> None: ...
 
     def call_records(self) -> tuple[Mapping[str, str], ...]: ...
 

@@ -195,7 +195,7 @@ def rounding_error(run: StepRun) -> float:
 
 
 def _half_steps(weight: Tensor, low: LowBitWeight) -> float:
-    groups = weight.detach().float().unflatten(1, (-1, low.group))
+    groups = weight.detach().to(low.values.device, torch.float32).unflatten(1, (-1, low.group))
     errors = dequantize(low).unflatten(1, (-1, low.group)) - groups
     if low.zeros is None:
         step = groups.abs().amax(-1) / (127 if low.bits == 8 else 7)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from fuseopt.verify_runs import in_float64, outputs
 
 GELU = {"kernel_fusion": {"custom_cuda_kernels": ["FusedGELU"], "backend": "reference", "jit": False}}
 # The package has a function of that name.
-verify_module = sys.modules["fuseopt.verify"]
+verify_module = importlib.import_module("fuseopt.verify")
 NORM = {"kernel_fusion": {"custom_cuda_kernels": ["FusedRMSNorm"], "backend": "reference", "jit": False}}
 
 

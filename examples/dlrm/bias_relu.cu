@@ -4,8 +4,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+
+#include "new_tensor.h"
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -46,7 +47,7 @@ void launch(const Tensor& x, const Tensor& bias, Tensor& output) {
 }
 
 Tensor bias_relu(Tensor x, Tensor bias) {
-  Tensor output = torch::stable::empty_like(x);
+  Tensor output = fuseopt::new_tensor_like(x);
   const auto run = x.scalar_type() == ScalarType::Float  ? launch<float>
                    : x.scalar_type() == ScalarType::Half ? launch<__half>
                                                          : launch<__nv_bfloat16>;

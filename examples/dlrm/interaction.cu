@@ -5,10 +5,11 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <type_traits>
+
+#include "new_tensor.h"
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -245,7 +246,7 @@ void dispatch(const Tensor& features, int64_t width, Launch launch) {
 
 Tensor interaction(Tensor features) {
   const int64_t batch = features.size(0), n = features.size(1), d = features.size(2), width = d + n * (n - 1) / 2;
-  Tensor output = torch::stable::new_empty(features, {batch, width}, features.scalar_type());
+  Tensor output = fuseopt::new_tensor(features, {batch, width});
   dispatch(features, width, [&](auto zero, int64_t blocks, size_t bytes, cudaStream_t stream) {
     using T = decltype(zero);
     interaction_kernel<T><<<blocks, 32 * kWarps, bytes, stream>>>(static_cast<const T*>(features.const_data_ptr()),
@@ -257,7 +258,7 @@ Tensor interaction(Tensor features) {
 
 Tensor interaction_backward(Tensor features, Tensor grad) {
   const int64_t batch = features.size(0), n = features.size(1), d = features.size(2), width = d + n * (n - 1) / 2;
-  Tensor result = torch::stable::empty_like(features);
+  Tensor result = fuseopt::new_tensor_like(features);
   dispatch(features, width, [&](auto zero, int64_t blocks, size_t bytes, cudaStream_t stream) {
     using T = decltype(zero);
     interaction_backward_kernel<T><<<blocks, 32 * kWarps, bytes, stream>>>(

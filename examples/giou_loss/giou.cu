@@ -4,10 +4,11 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <tuple>
+
+#include "new_tensor.h"
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -82,7 +83,7 @@ void dispatch(const Tensor& boxes, const Tensor& targets, const Tensor& valid, c
 }
 
 Tensor empty_losses(const Tensor& boxes, const Tensor& valid) {
-  return torch::stable::new_empty(boxes, valid.sizes(), boxes.scalar_type());
+  return fuseopt::new_tensor(boxes, valid.sizes());
 }
 
 }  // namespace
@@ -94,7 +95,7 @@ Tensor loss(Tensor boxes, Tensor targets, Tensor valid) {
 }
 
 std::tuple<Tensor, Tensor> loss_and_gradient(Tensor boxes, Tensor targets, Tensor valid, Tensor weight) {
-  Tensor losses = empty_losses(boxes, valid), gradient = torch::stable::empty_like(boxes);
+  Tensor losses = empty_losses(boxes, valid), gradient = fuseopt::new_tensor_like(boxes);
   dispatch<true>(boxes, targets, valid, weight, losses, gradient);
   return {losses, gradient};
 }

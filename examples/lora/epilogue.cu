@@ -3,10 +3,11 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <string>
+
+#include "new_tensor.h"
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -75,7 +76,7 @@ void launch(const Tensor& base, const Tensor& delta, const Tensor& bias, float s
 }
 
 Tensor epilogue(Tensor base, Tensor delta, Tensor bias, double scale, std::string activation) {
-  Tensor output = torch::stable::empty_like(base);
+  Tensor output = fuseopt::new_tensor_like(base);
   if (base.numel() == 0) return output;
   switch (base.scalar_type()) {
     case ScalarType::Float: launch<float>(base, delta, bias, scale, activation, output); break;

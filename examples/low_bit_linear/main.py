@@ -26,11 +26,17 @@ KINDS = {
 HELD = 2**27  # bytes of copies of a weight, more than caches hold; consecutive calls read different copies
 
 
+# On a GPU the kernels read another order, and multiply with inputs in 16 bits.
+def quantized(weight: Tensor, **kind) -> ops.LowBitWeight | ops.PackedWeight:
+    found = ops.quantize(weight, **kind)
+    return ops.pack_for_cuda(found, weight.dtype) if weight.is_cuda else found
+
+
 # 1. A layer in 8 or 4 bits. Its weight is no Parameter: values and scales are not trained.
 class LowBitLinear(nn.Module):
     def __init__(self, linear: nn.Linear, **kind) -> None:
         super().__init__()
-        self.weight, self.bias = ops.quantize(linear.weight, **kind), linear.bias
+        self.weight, self.bias = quantized(linear.weight, **kind), linear.bias
 
     def forward(self, input: Tensor) -> Tensor:
         return ops.low_bit_linear(input, self.weight, self.bias)
@@ -38,20 +44,24 @@ class LowBitLinear(nn.Module):
 
 # 2. The check. Only the weight is rounded: products and sums are those of the dequantised weight.
 def check(device: torch.device) -> None:
-    linear, input = nn.Linear(512, 96, device=device), torch.randn(3, 512, device=device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    linear, input = nn.Linear(512, 96, device=device, dtype=dtype), torch.randn(3, 512, device=device, dtype=dtype)
+    bound = 1e-5 if dtype is torch.float32 else 2e-2
     for name, kind in KINDS.items():
         layer = LowBitLinear(linear, **kind)
-        wanted = F.linear(input.double(), ops.dequantize(layer.weight, torch.float64), linear.bias.double())
-        torch.testing.assert_close(layer(input).double(), wanted, rtol=1e-5, atol=1e-5)
-        off = (ops.dequantize(layer.weight) - linear.weight).pow(2).mean().sqrt() / linear.weight.std()
+        dequantized = ops.dequantize(ops.unpacked(layer.weight), torch.float64)
+        wanted = F.linear(input.double(), dequantized, linear.bias.double())
+        torch.testing.assert_close(layer(input).double(), wanted, rtol=bound, atol=bound)
+        off = (dequantized - linear.weight).pow(2).mean().sqrt() / linear.weight.std()
         print(f"{name}: as float64 with the dequantised weight, which is off by {off:.2%} of the weight's deviation")
 
 
 # 3. The ways to multiply, each with the weight that it reads.
 def ways(weight: Tensor) -> dict[str, tuple[Callable[[Tensor, object], Tensor], object]]:
     half = weight.bfloat16()
-    found = {"float32": (F.linear, weight), "bfloat16": (lambda x, w: F.linear(x.bfloat16(), w), half)}
-    found |= {name: (ops.low_bit_linear, ops.quantize(weight, **kind)) for name, kind in KINDS.items()}
+    found = {"float32": (F.linear, weight), "bfloat16": (in_half(F.linear), half)}
+    multiply, read = (in_half(ops.low_bit_linear), half) if weight.is_cuda else (ops.low_bit_linear, weight)
+    found |= {name: (multiply, quantized(read, **kind)) for name, kind in KINDS.items()}
     for bits in (8, 4):
         name = f"torchao int{bits}"
         try:
@@ -59,6 +69,10 @@ def ways(weight: Tensor) -> dict[str, tuple[Callable[[Tensor, object], Tensor], 
         except Exception as error:  # the other contenders still get rows
             found[name] = (None, f"{type(error).__name__}: {error}".splitlines()[0])
     return found
+
+
+def in_half(multiply: Callable) -> Callable[[Tensor, object], Tensor]:
+    return lambda x, w: multiply(x.bfloat16(), w)
 
 
 def torchao_weight(weight: Tensor, bits: int) -> Tensor:

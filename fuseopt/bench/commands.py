@@ -241,7 +241,7 @@ def _bench(arguments: argparse.Namespace, run: Callable[..., Results]) -> int:
 
     earlier = None if arguments.against is None else Results.load(arguments.against)
     results = run(device=device(arguments.device))
-    print(results.to_markdown())
+    print(results.for_terminal())
     if arguments.out is not None:
         results.save(arguments.out)
         print(f"\nwritten to {arguments.out}")
@@ -273,7 +273,7 @@ def _bench_show(arguments: argparse.Namespace) -> None:
     shown = [Results.load(file) for file in arguments.files]
     if arguments.auto:
         shown = [results.of_auto() for results in shown]
-    print("\n\n".join(results.to_markdown() for results in shown))
+    print("\n\n".join(results.for_terminal() for results in shown))
     if arguments.html is not None:
         from fuseopt.bench.harness import web_page
 

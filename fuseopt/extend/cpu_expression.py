@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fuseopt.build import library_cache, toolchain
 from fuseopt.errors import NativeBuildError
@@ -143,50 +144,78 @@ class Kernels(NamedTuple):
         ]
 
 
+class Operations(NamedTuple):
+    """What `torch.ops` has of an expression: there once its library is loaded, defined before."""
+
+    digest: str
+    forward: OpOverload
+    backward: OpOverload
+
+
 _lock = threading.Lock()
 _library: torch.library.Library | None = None
 
 
-def kernels_of(name: str, expression: str, tensors: tuple[str, ...], scalars: tuple[str, ...]) -> Kernels | str:
-    """The kernels of an expression, compiled if they are not in the cache; or why there are none.
+@functools.cache
+def operations_of(expression: str, tensors: tuple[str, ...], scalars: tuple[str, ...]) -> Operations:
+    """The raw ops of an expression, which no library needs to have registered yet."""
+    global _library
+    digest = hashlib.sha256(repr((expression, tensors, scalars)).encode()).hexdigest()[:16]
+    listed = ", ".join(
+        [*(f"Tensor {x}" for x in _numbered("x", tensors)), *(f"float {s}" for s in _numbered("s", scalars))]
+    )
+    grads = ", ".join(["Tensor"] * len(tensors))
+    with _lock:
+        if _library is None:
+            _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+        _library.define(f"forward_{digest}({listed}) -> Tensor")
+        _library.define(f"backward_{digest}({listed}, Tensor grad, int needed, bool sums_here) -> ({grads})")
+    namespace = getattr(torch.ops, _NAMESPACE)
+    return Operations(digest, *(getattr(namespace, f"{way}_{digest}").default for way in ("forward", "backward")))
+
+
+def _numbered(letter: str, names: Sequence[str]) -> list[str]:
+    return [f"{letter}{place}" for place in range(len(names))]
+
+
+def kernels_of(
+    name: str, expression: str, tensors: tuple[str, ...], scalars: tuple[str, ...], *, may_build: bool = True
+) -> Kernels | str:
+    """The kernels of an expression; or why there are none.
 
     Args:
         name: of the op, for the line about the compilation.
+        may_build: whether to compile them if they are not in the cache.
     """
+    operations = operations_of(expression, tensors, scalars)
+    find = _kernels_of if may_build else _kernels_of.__wrapped__  # what is not there yet may be there later
     with _lock:
-        return _kernels_of(name, expression, tensors, scalars)
+        return find(name, expression, tensors, scalars, operations, may_build)
 
 
 @functools.cache
-def _kernels_of(name: str, expression: str, tensors: tuple[str, ...], scalars: tuple[str, ...]) -> Kernels | str:
-    global _library
-    digest = hashlib.sha256(repr((expression, tensors, scalars)).encode()).hexdigest()[:16]
+def _kernels_of(
+    name: str,
+    expression: str,
+    tensors: tuple[str, ...],
+    scalars: tuple[str, ...],
+    operations: Operations,
+    may_build: bool,
+) -> Kernels | str:
     try:
         recipe = toolchain.cpu_recipe()
         library = library_of(
             name,
-            source(expression, tensors, scalars, digest),
+            source(expression, tensors, scalars, operations.digest),
             "cpu",
             file=f"{name.partition('::')[2]}.cpp",
             recipe=recipe,
             # Without it a square root is a call, which is not vectorised.
             command=(*recipe.compile_commands[".cpp"], "-fno-math-errno"),
             beside=(toolchain.CSRC / "cpu" / "rows.cpp", toolchain.CSRC / "cpu" / "convert.cpp"),
+            may_build=may_build,
         )
         torch.ops.load_library(library)
     except (Missing, toolchain.ToolchainError, library_cache.CacheError, NativeBuildError, OSError) as error:
         return f"its C++ is not built: {error}"
-    if _library is None:
-        _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
-    listed = ", ".join([*(f"Tensor x{i}" for i in range(len(tensors))), *(f"float s{i}" for i in range(len(scalars)))])
-    grads = ", ".join(["Tensor"] * len(tensors))
-    operations = getattr(torch.ops, _NAMESPACE)
-    for schema in (
-        f"forward_{digest}({listed}) -> Tensor",
-        f"backward_{digest}({listed}, Tensor grad, int needed, bool sums_here) -> ({grads})",
-    ):
-        if not torch._C._jit_get_schemas_for_operator(f"{_NAMESPACE}::{schema.partition('(')[0]}"):
-            _library.define(schema)
-    return Kernels(
-        getattr(operations, f"forward_{digest}").default._op, getattr(operations, f"backward_{digest}").default._op
-    )
+    return Kernels(operations.forward._op, operations.backward._op)

@@ -1,9 +1,8 @@
 """Eager calls of a user's op: which kernel runs, and results as the op promises them.
 
-A call that nothing observes goes to `call_own` of csrc/python, which chooses and runs a kernel in C++, and makes its
-node of autograd there.
-`EagerCalls.call` does the same in Python: where that library is not built, under autocast, and for calls that torch has
-to see.
+A call that nothing observes goes to `call_op` of csrc/python, which binds arguments, chooses and runs a kernel in C++,
+and makes its node of autograd there. `Op.__call__` and `EagerCalls.call` do the same in Python: where that library is
+not built, under autocast, and for calls that torch has to see.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from fuseopt.ops.library import in_forward_mode
 if TYPE_CHECKING:
     from fuseopt.extend.own_op import Op
 
-_DEVICES = ("cpu", "cuda")  # in the order of `EagerCalls.listed`
+_DEVICES = ("cpu", "cuda")  # in the order of `EagerCalls._listed`
 
 
 class EagerCalls:
@@ -37,17 +36,18 @@ class EagerCalls:
 
     Attributes:
         op: the op.
-        listed: the kernels to ask by backend, on a CPU and on a GPU, as `call_own` takes them.
-        call_directly: `call_own(op, listed, backend, arguments)`; None while the library is not loaded.
+        direct: what `call_op` of csrc/python reads, the kernels to ask among it; None while the library is not loaded.
     """
+
+    __slots__ = ("__dict__", "direct")  # `direct` where csrc/python finds it
 
     def __init__(self, op: Op, kernels: Mapping[str, Kernel]) -> None:
         self.op, self._kernels = op, kernels
         self._orders: dict[tuple[str, str], tuple[tuple[Kernel, ...], dict[str, list[str]]]] = {}
         self._measured: dict[str, Measured | None] = {}
         self._direct: dict[Kernel, tuple[Any, ...]] = {}
-        self.listed: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-        self.call_directly: Any = None
+        self._listed: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        self.direct: tuple[Any, ...] | None = None
         self._run_directly: Any = None
 
     @functools.cached_property
@@ -182,7 +182,7 @@ class EagerCalls:
     def _list(self, backend: str, device: str) -> None:
         """Let further calls of a backend run directly, if the library for that is loaded."""
         library = loader.python_library()
-        listed = self.listed[_DEVICES.index(device)]
+        listed = self._listed[_DEVICES.index(device)]
         if library is None or backend in listed:
             return
         results = self.op.signature.results or 0
@@ -201,4 +201,7 @@ class EagerCalls:
                 gradient = differentiated, reads_results, functools.partial(gradients.as_python_node, self.op, kernel)
             self._direct[kernel] = (kernel, kernel.function, raw, kernel.supports, results, gradient, kernel.name)
         listed[backend] = tuple(self._direct[kernel] for kernel in self.order(backend, device)[0])
-        self.call_directly, self._run_directly = library.call_own, library.run_own
+        self._run_directly = library.run_own
+        signature = self.op.signature
+        self.direct = self, signature.names, dict(signature.defaults), signature.numbers, *self._listed
+        self.op.called_by(library)

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fuseopt.errors import OpError
+from fuseopt.extend import cpu_expression
 from fuseopt.extend.backends import Kernel
 from fuseopt.extend.expression import computed, inputs_of, operations, parse
 from fuseopt.extend.own_op import Op
@@ -17,7 +19,7 @@ from fuseopt.extend.signature import check_name
 from fuseopt.ops.library import TRITON_INTERPRETED, compute_dtype
 
 _TAKES = (torch.float32, torch.float16, torch.bfloat16)
-# Smaller calls on a CPU are not worth a compilation, nor much faster.
+# Smaller calls on a CPU are not worth a compilation.
 _ELEMENTS_FOR_CPP = 16384
 
 
@@ -28,10 +30,10 @@ def elementwise(name: str, expression: str, scalars: Sequence[str] = (), *, redu
     the tensors' promoted dtype. A comparison is 1 or 0 where a number belongs. On a GPU one Triton kernel runs each
     direction, and where a tensor is float64, PyTorch, in float64. On a CPU a C++ kernel runs each direction, in float64
     where a tensor is. It is compiled once per machine, in seconds and with a line on stderr, in the first eager call
-    that has a tensor of 16384 elements or names `backend="cpu"`. PyTorch runs smaller calls, those under torch.compile,
-    and all calls where there is no C++ compiler or FUSEOPT_NO_BUILD forbids compiling. The op has samples: tensors of
-    one shape, and one of them a row; `samples` gives others. For `bench`, each operation and
-    each function of the expression counts as one floating-point operation.
+    that has a tensor of 16384 elements or names `backend="cpu"`. PyTorch runs smaller calls until then, those under
+    torch.compile, and all calls where there is no C++ compiler or FUSEOPT_NO_BUILD forbids compiling. The op has
+    samples: tensors of one shape, and one of them a row; `samples` gives others. For `bench`, each operation and each
+    function of the expression counts as one floating-point operation.
 
     Args:
         name: "namespace::name", in a namespace of your own.
@@ -71,7 +73,7 @@ def elementwise(name: str, expression: str, scalars: Sequence[str] = (), *, redu
     op.kernel("triton", supports=kernels.takes)(kernels.forward)
     op.backward("triton")(kernels.backward)
     compiled = _CppKernels(name, expression, tuple(tensors), tuple(scalars), reduce_grad)
-    op.add_kernel(Kernel("cpu", compiled.forward, compiled.takes, in_eager=compiled.is_worth_it))
+    op.add_kernel(Kernel("cpu", compiled.forward, compiled.takes, in_eager=compiled.is_worth_it, raw=compiled.raw))
     op.backward("cpu")(compiled.backward)
     forward, backward = operations(tree, tensors)
 
@@ -171,24 +173,32 @@ class _CppKernels:
     ) -> None:
         self._description = (name, expression, tensors, scalars)
         self._tensors, self._reduce_grad = len(tensors), reduce_grad
+        self._is_built: bool | None = None  # None: not known yet
+
+    @property
+    def raw(self) -> OpOverload:
+        """What `forward` calls."""
+        return cpu_expression.operations_of(*self._description[1:]).forward
 
     @functools.cached_property
     def _kernels(self) -> Any:
-        from fuseopt.extend import cpu_expression
-
-        return cpu_expression.kernels_of(*self._description)
+        kernels = cpu_expression.kernels_of(*self._description)
+        self._is_built = not isinstance(kernels, str)
+        return kernels
 
     def is_worth_it(self, *arguments: Any) -> bool | str:
-        """For `in_eager`."""
-        if any(tensor.numel() >= _ELEMENTS_FOR_CPP for tensor in arguments[: self._tensors]):
+        """For `in_eager`: a small call does not wait for a compilation."""
+        if self._is_built is None:
+            self._is_built = not isinstance(cpu_expression.kernels_of(*self._description, may_build=False), str)
+        if self._is_built or any(tensor.numel() >= _ELEMENTS_FOR_CPP for tensor in arguments[: self._tensors]):
             return True
-        return f"below {_ELEMENTS_FOR_CPP} elements only where it is named"
+        return f"below {_ELEMENTS_FOR_CPP} elements only once it is compiled, or where it is named"
 
     def takes(self, *arguments: Any) -> bool | str:
         """For `supports`."""
-        other = next((t.dtype for t in arguments[: self._tensors] if not t.dtype.is_floating_point), None)
-        if other is not None:
-            return f"takes floating point tensors, not {other}"
+        for tensor in arguments[: self._tensors]:
+            if not tensor.dtype.is_floating_point:
+                return f"takes floating point tensors, not {tensor.dtype}"
         return self._kernels if isinstance(self._kernels, str) else True
 
     def forward(self, *arguments: Any) -> Tensor:

@@ -6,7 +6,9 @@ A source is C++ against torch's stable ABI, with a function that has the op's na
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import functools
 import hashlib
 import os
 import re
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["cpu", "cuda"]
 Grid = Callable[..., Any]
+_INVALID_CONTEXT = 201  # of cuLaunchKernel
 _SUFFIX = {"cpu": ".cpp", "cuda": ".cu"}
 
 
@@ -107,8 +110,10 @@ def add(
             if kind == "cuda":
                 _check_device()
             if kind == "cuda" and kernel is not None:
-                run = _BareKernel(op, kernel, cubin(source, kernel, _capability()), source.digest(), grid, block)
-                made = Kernel(kind, run)
+                assert grid is not None
+                loader.load_all(["python"])
+                bare = _BareKernel(op, kernel, cubin(source, kernel, _capability()), source.digest(), grid, block)
+                made = Kernel(kind, bare.run())
             else:
                 overload = _from_library(op, kind, source)
                 made = Kernel(kind, overload._op, raw=overload)
@@ -228,38 +233,64 @@ def cubin(source: Source, kernel: str, architecture: str) -> bytes:
 
 
 class _BareKernel:
-    """Calls of a bare kernel: contiguous tensors, the numbers as int and double, the results, and their size as int."""
+    """Calls of a bare kernel: contiguous tensors, the numbers as int and double, the results, and their size as int.
 
-    def __init__(
-        self, op: Op, name: str, code: bytes, digest: str, grid: Grid | None, block: int | Sequence[int]
-    ) -> None:
-        assert grid is not None
+    Args:
+        code: its machine code, a cubin.
+        digest: of its source.
+    """
+
+    def __init__(self, op: Op, name: str, code: bytes, digest: str, grid: Grid, block: int | Sequence[int]) -> None:
         self.digest = digest
-        self._op, self._grid = op, grid
-        self._block = _three(op, "block", block)
-        self._kernel = torch.cuda._utils._cuda_load_module(code, [name])[name]
-        self._empty: dict[Any, list[tuple[torch.Size, torch.dtype]]] = {}
+        self._op, self._grid, self._block = op, grid, _three(op, "block", block)
+
+        @functools.cache
+        def on_device(index: int) -> Any:
+            with torch.cuda.device(index):
+                return torch.cuda._utils._cuda_load_module(code, [name])[name]
+
+        self._on_device = on_device
+        on_device(torch.cuda.current_device())  # raises now for code that the driver refuses
+
+    def run(self) -> Callable:
+        """What runs a call: csrc/python, or where that is not built, torch."""
+        library = loader.python_library()
+        if library is None:
+            return self
+        launch = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernel, ctypes.c_void_p).value
+        three = functools.partial(_three, self._op, "grid")
+        handle = functools.cache(lambda index: self._on_device(index).func.value)
+        stream = torch._C._cuda_getCurrentRawStream
+        known: dict[bytes, Any] = {}
+        kernel = (launch, self._block, self._grid, three, self._results, known, handle, stream, _failed)
+        run: Any = functools.partial(library.run_bare, kernel)
+        run.digest = self.digest
+        return run
 
     def __call__(self, *arguments: Any) -> Any:
         given = [argument.contiguous() if isinstance(argument, Tensor) else argument for argument in arguments]
-        tensors = list(tensors_of(given))
-        device = tensors[0].device
-        shapes = self._results(arguments)
-        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+        device = next(tensors_of(given)).device
+        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._results(arguments)]
         size = results[0].numel()
         if size:
             with torch.cuda.device(device):
                 passed = [argument for argument in given if argument is not None]
-                self._kernel(_three(self._op, "grid", self._grid(*arguments)), self._block, [*passed, *results, size])
+                grid = _three(self._op, "grid", self._grid(*arguments))
+                self._on_device(device.index)(grid, self._block, [*passed, *results, size])
         return results[0] if self._op.signature.results == 1 else tuple(results)
 
     def _results(self, arguments: Sequence[Any]) -> list[tuple[torch.Size, torch.dtype]]:
         """Shape and dtype of each result, which the op's fake knows."""
-        key = tuple((a.shape, a.dtype) if isinstance(a, Tensor) else a for a in arguments)
-        if key not in self._empty:
-            meta = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors_of(arguments)]
-            self._empty[key] = [(r.shape, r.dtype) for r in self._op.fake_results(with_tensors(arguments, meta))]
-        return self._empty[key]
+        meta = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors_of(arguments)]
+        return [(r.shape, r.dtype) for r in self._op.fake_results(with_tensors(arguments, meta))]
+
+
+def _failed(status: int, device: int, is_last: bool) -> None:
+    """Return if a launch that failed is to be tried again, as the first in a thread without a context of the driver."""
+    if status == _INVALID_CONTEXT and not is_last:
+        torch.cuda.mem_get_info(device)  # makes torch's context the thread's
+    else:
+        torch.cuda._utils._check_cuda(status)
 
 
 def _three(op: Op, what: str, size: Any) -> tuple[int, int, int]:

@@ -26,6 +26,7 @@ def library_of(
     command: Sequence[str],
     beside: Sequence[Path] = (),
     digest: str = "",
+    may_build: bool = True,
 ) -> Path:
     """The library of a source, built unless it is in the cache.
 
@@ -37,9 +38,10 @@ def library_of(
         command: compiles the file.
         beside: sources of fuseopt to be linked in.
         digest: what the library depends on besides.
+        may_build: False to take it from the cache alone.
 
     Raises:
-        Missing: it is not in the cache, and building is forbidden.
+        Missing: it is not in the cache, and not to be built.
         NativeBuildError: the compiler refuses the source; the message has its first error, with file and line.
         library_cache.CacheError: the cache folder must not be used.
     """
@@ -49,6 +51,8 @@ def library_of(
     library = folder / f"own-{kind}-{key}.so"
     if library.exists() and library_cache.damage(library) is None:
         return library
+    if not may_build:
+        raise Missing("it is not in the cache")
     if os.environ.get("FUSEOPT_NO_BUILD", "0") not in ("", "0"):
         raise Missing("it is not in the cache, and FUSEOPT_NO_BUILD forbids building")
     library_cache.create(folder)

@@ -89,6 +89,7 @@ class Op:
         fake_function: what `fake` was given; None where the fake is the reference's.
     """
 
+    __slots__ = ("__dict__", "__weakref__", "calls")  # `calls` where csrc/python finds it
     __name__: str
 
     def __init__(self, name: str, function: Callable, flops: Callable | None = None) -> None:
@@ -294,6 +295,7 @@ class Op:
         return as_results(self._torch_op.run_fake(*arguments))
 
     def __call__(self, /, *args: Any, backend: str = "auto", **kwargs: Any) -> Any:
+        # Eager calls that csrc/python runs do not come here: its `call_ops` sets the class's slot.
         if kwargs or len(args) != self._count:
             args = self.signature.bind(self.name, args, kwargs)
         if is_dynamo_compiling():
@@ -301,12 +303,12 @@ class Op:
         for place, types in self._numbers:
             if args[place].__class__ not in types:
                 self.signature.check_numbers(self.name, args)
-        calls = self.calls
-        if calls.call_directly is not None:
-            output = calls.call_directly(calls, calls.listed, backend, args)
-            if output is not NotImplemented:
-                return output
-        return self._call_traced(backend, args) if torch.compiler.is_compiling() else calls.call(backend, args)
+        return self._call_traced(backend, args) if torch.compiler.is_compiling() else self.calls.call(backend, args)
+
+    @staticmethod
+    def called_by(library: Any) -> None:
+        """Let `library`, csrc/python, run eager calls of all ops, but for those of a subclass."""
+        library.call_ops(Op, EagerCalls)
 
     def choose(self, /, *args: Any, backend: str = "auto", **kwargs: Any) -> registry.Choice:
         """The backend that a call would run on, and why those before it would not.

@@ -123,19 +123,15 @@ class Signature:
         """
         if len(args) > len(self.names):
             raise TypeError(f"{name} takes {len(self.names)} arguments, got {len(args)}")
-        bound = list(args)
-        for key in self.names[len(args) :]:
-            if key in kwargs:
-                bound.append(kwargs[key])
-            elif key in self.defaults:
-                bound.append(self.defaults[key])
-            else:
+        bound, open_names = list(args), self.names[len(args) :]
+        for key in kwargs:
+            if key not in open_names:
+                problem = "was given twice" if key in self.names else "is unknown"
+                raise TypeError(f"{name}: the argument {key!r} {problem}; it takes {', '.join(self.names)}")
+        for key in open_names:
+            if key not in kwargs and key not in self.defaults:
                 raise TypeError(f"{name} lacks the argument {key!r}; it takes {', '.join(self.names)}")
-        if len(bound) != len(args) + len(kwargs):
-            for key in kwargs:
-                if key not in self.names[len(args) :]:
-                    problem = "was given twice" if key in self.names else "is unknown"
-                    raise TypeError(f"{name}: the argument {key!r} {problem}; it takes {', '.join(self.names)}")
+            bound.append(kwargs[key] if key in kwargs else self.defaults[key])
         return tuple(bound)
 
     def samples_hint(self, function: str) -> str:

@@ -191,10 +191,9 @@ class GenerateCall:
             decoded = self._device_loop(state, prepared, chained(filter(None, on_device), step.vocab, constants))
         else:
             decoded = self._fast_forward(state, prepared)
+        kept = (state.cache_size, "" if state.scales is None else self.fused.options.cache_dtype or "")
         is_unquantised = decoded.prefilled.is_unquantised
-        self.record = CallRecord(
-            tier, reason or "", decoded.work.how, decoded.note, state.cache_size, unquantised_prompt=is_unquantised
-        )
+        self.record = CallRecord(tier, reason or "", decoded.work.how, decoded.note, *kept, is_unquantised)
         # 12. Cache: copied back to transformers' cache if anybody can read it.
         if (config.return_dict_in_generate and prepared.returns_cache) or prepared.has_user_cache:
             cache = prepared.model_kwargs["past_key_values"]

@@ -21,6 +21,7 @@ from fuseopt.generation.call import GenerateCall
 from fuseopt.generation.engine.device_constants import DeviceConstantCache
 from fuseopt.generation.engine.graphs import StepGraphs
 from fuseopt.generation.engine.low_bit import LowBitWeights
+from fuseopt.generation.engine.parked_weights import fetch_all
 from fuseopt.generation.engine.quantised_cache import CACHE_DTYPES
 from fuseopt.generation.families.step_interface import StepName, decode_step_class
 from fuseopt.generation.hf.caching_proxy import CachingModelProxy
@@ -137,14 +138,17 @@ class FusedGenerate:
 
     @property
     def cache_dtype(self) -> str:
-        """How keys and values are quantised, "int8" or "fp8"; "" if they are not, or not yet."""
-        stored = self.checked.step.shape.stored_dtype if self.checked.is_built else None
-        return "" if stored is None else self.options.cache_dtype or ""
+        """How the last call quantised keys and values, "int8" or "fp8"; "" if it did not."""
+        return self.calls[-1].cache_dtype if self.calls else ""
 
     def forget_prompts(self) -> None:
         """Empties the prefix cache."""
         if self.graphs.prefixes is not None:
             self.graphs.prefixes.forget()
+
+    def fetch_parameters(self) -> None:
+        """Moves Parameters that wait in host memory back to the model's device."""
+        fetch_all(self.model)
 
     def call_records(self) -> tuple[dict[str, str], ...]:
         """The last calls, as `Report.generate_calls` has them."""

@@ -43,6 +43,7 @@ class CallRecord:
             Python, "eager" if their kernels were launched one by one, "" in stock transformers.
         note: what else happened, such as a capture that ran out of memory.
         cache: size of the static cache; "" in stock transformers.
+        cache_dtype: how keys and values were quantised, "int8" or "fp8"; "" if they were not.
         unquantised_prompt: the prompt ran with unquantised weights, though steps read quantised ones.
     """
 
@@ -51,6 +52,7 @@ class CallRecord:
     steps: str = ""
     note: str = ""
     cache: str = ""
+    cache_dtype: str = ""
     unquantised_prompt: bool = False
 
     def __str__(self) -> str:

@@ -61,11 +61,6 @@ class LowBitWeight(NamedTuple):
         return tuple(part for part in (self.values, self.scales, self.zeros) if part is not None)
 
 
-def no_kernel_reason(device: torch.device) -> str | None:
-    """Why a device has no kernels that read quantised weights; None if it has, and for the meta device."""
-    return None if device.type in ("cpu", "meta") else "kernels for weights in 8 or 4 bits run on a CPU"
-
-
 def not_quantised_reason(shape: torch.Size, dtype: torch.dtype, bits: int, group: int) -> str | None:
     """Why `quantize` does not take a weight; None if it does."""
     if dtype not in DTYPES:

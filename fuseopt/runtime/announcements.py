@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import sys
 from typing import Any, TextIO
@@ -19,10 +20,22 @@ def announce(message: str) -> None:
 
 
 def is_bar_disabled() -> bool | None:
-    """tqdm's `disable` for fuseopt's bars: on a terminal only, and not where transformers' bars are switched off."""
+    """tqdm's `disable` for fuseopt's bars: on terminals and in notebooks only, and not where transformers' are off."""
     bars: Any = sys.modules.get("transformers.utils.logging")
-    # None: silent if stderr is no terminal.
-    return True if bars is not None and not bars.is_progress_bar_enabled() else None
+    if bars is not None and not bars.is_progress_bar_enabled():
+        return True
+    return False if _is_notebook() else None  # None: silent if stderr is no terminal
+
+
+def bar_class() -> Any:
+    """tqdm's bar: of widgets in a notebook with ipywidgets, else of text."""
+    has_widgets = _is_notebook() and importlib.util.find_spec("ipywidgets") is not None
+    return importlib.import_module("tqdm.auto" if has_widgets else "tqdm").tqdm
+
+
+def _is_notebook() -> bool:
+    """Whether a Jupyter kernel runs this code; tqdm asks for the same module."""
+    return "ipykernel.zmqshell" in sys.modules
 
 
 class _LastResort(logging.StreamHandler[TextIO]):

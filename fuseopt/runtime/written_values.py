@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fuseopt.runtime.cuda_graphs import Work
+
 _LEAST = 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -27,21 +29,58 @@ class Samples:
     """The values that `sample` takes, of several tensors on one device, which are read together.
 
     Args:
-        tensors: of any shapes and dtypes, which must not change. The tensors are referenced.
+        tensors: at least one, of any shapes and dtypes, which must not change. The tensors are referenced.
+
+    Attributes:
+        joined: the values that `join` read last, one tensor a dtype.
     """
 
+    sizes = None
+
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tensors
+        self.device = tensors[0].device
+        self.joined: list[Tensor] = []
         # By dtype, since torch.cat converts its arguments to one dtype.
         self._spaced: dict[torch.dtype, list[tuple[Tensor, tuple[int], tuple[int]]]] = {}
         for tensor in tensors:
             self._spaced.setdefault(tensor.dtype, []).append((tensor, *_spacing(tensor)))
 
+    @property
+    def bytes(self) -> int:
+        return sum(values.nbytes for values in self.joined)
+
+    def join(self) -> None:
+        """Reads the values into `joined`, at the same addresses each time."""
+        with torch.inference_mode(False), torch.no_grad():
+            views = [[torch.as_strided(*each) for each in those] for those in self._spaced.values()]
+            self.joined = self.joined or [these[0].new_empty(sum(view.numel() for view in these)) for these in views]
+            for these, values in zip(views, self.joined, strict=True):
+                torch.cat(these, out=values)
+
+
+class ReadSamples(Work[Samples]):
+    """Reads samples. Its CUDA graph is valid for as long as the tensors have the same addresses.
+
+    Attributes:
+        runs: how often `run` has run, a capture included.
+    """
+
+    def __init__(self, samples: Samples) -> None:
+        super().__init__("samples of weights", samples)
+        self.runs = 0
+
+    def run(self) -> None:
+        self.state.join()
+        self.runs += 1
+
     def read(self) -> bytes:
         """The bytes of the values as they are now; waits for the device."""
-        with torch.no_grad():
-            joined = [torch.cat([torch.as_strided(*each) for each in those]) for those in self._spaced.values()]
-        return b"".join(values.cpu().view(torch.uint8).numpy().tobytes() for values in joined)
+        self()
+        return self.values()
+
+    def values(self) -> bytes:
+        """The bytes of the values as the last run has read them; waits for the current stream."""
+        return b"".join(values.cpu().view(torch.uint8).numpy().tobytes() for values in self.state.joined)
 
 
 def _spacing(tensor: Tensor) -> tuple[tuple[int], tuple[int]]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from fuseopt.build import loader
 from fuseopt.config import Config, GenerationOptions
+from fuseopt.generation.engine.low_bit import packs_on
 from fuseopt.generation.engine.quantised_cache import no_8_bit_cache_reason
 from fuseopt.generation.families.step_interface import DecodeStep, StepName, decode_step_class, registered_step
 from fuseopt.model_index import ModelIndex
@@ -16,10 +17,11 @@ from fuseopt.models import ModelPolicy, full_name
 from fuseopt.modules import lora, quantised
 from fuseopt.modules.children import unexpected_modules
 from fuseopt.ops import registry
-from fuseopt.ops.decode.quantized_heads import OP
+from fuseopt.ops.decode.quantized_heads import EIGHT_BIT_ATTENTION
 from fuseopt.plan import Replacement, Skip
 from fuseopt.runtime.module_watch import modules_below
 from fuseopt.strategies.context import BackendChoice, ProposalContext, generating_site
+from fuseopt.tuning import tuned
 
 _REQUEST = "generation"
 _TARGET = "FusedGenerate"
@@ -60,7 +62,7 @@ class GenerationStrategy:
         adapted = {path: module for path, module in model.named_modules() if lora.is_lora_linear(module)}
         around = (f"{path} {why}" for path, module in adapted.items() if (why := quantised.reason_against(module)))
         notes, options = [lora.described(adapted, next(around, None))] if adapted else [], config.generation
-        notes += [*_weight_notes(model, step, options), *_cache_notes(index, model, step, options)]
+        notes += [*_weight_notes(index, model, step, options), *_cache_notes(index, model, step, options)]
         notes += _prefix_notes(index, model, step, options)
         reason = "; ".join((_REASON, *notes))
         yield context.replacement((site,), "GenerationMixin", _TARGET, reason, build)
@@ -74,8 +76,11 @@ def _cache_notes(index: ModelIndex, model: nn.Module, step: StepName, options: G
     if reason is not None:
         yield f"keys and values stay in the model's dtype: {reason}"
         return
-    yield f"keys and values in {options.cache_dtype}"
-    attention, devices = registry.get(OP), (d for d in index.devices if d.type != "meta")
+    on_gpu = [device for device in index.devices if device.type == "cuda"]
+    least = max((tuned("decode_attention_8_bit_bytes", device) for device in on_gpu), default=0)
+    condition = f" if a layer has {least / 1e6:.0f} MB of them or more" if least else ""
+    yield f"keys and values in {options.cache_dtype}{condition}"
+    attention, devices = registry.get(EIGHT_BIT_ATTENTION), (d for d in index.devices if d.type != "meta")
     for choice in (attention.choose("auto", device, [index.dtype], may_build=True) for device in devices):
         if choice.backend == "reference":
             yield f"each step dequantises them in PyTorch, which is slow: {'; '.join(choice.refused['cpu'])}"
@@ -86,11 +91,11 @@ def _plain_cache_reason(index: ModelIndex, model: nn.Module, step_class: type[De
     if not step_class.takes_quantised_cache:
         return f"{step_class.__name__} takes none in 8 bits"
     head_dim = step_class.head_dim_of(model)
-    reasons = (no_8_bit_cache_reason(device, index.dtype, head_dim) for device in index.devices)
+    reasons = (no_8_bit_cache_reason(device, index.dtype, head_dim, may_build=True) for device in index.devices)
     return next(filter(None, reasons), None)
 
 
-def _weight_notes(model: nn.Module, step: StepName, options: GenerationOptions) -> Iterator[str]:
+def _weight_notes(index: ModelIndex, model: nn.Module, step: StepName, options: GenerationOptions) -> Iterator[str]:
     """Which weights are pre-quantised, which would be quantised, and why not the others."""
     step_class, weights = decode_step_class(step), options.weights
     below = {id(module) for module in modules_below(*step_class.roots(model))}
@@ -111,6 +116,8 @@ def _weight_notes(model: nn.Module, step: StepName, options: GenerationOptions) 
         yield f"weights in {weights}: none, since transformers decodes"
     else:
         yield f"weights in {weights}: {step_class.low_bit_choice(model, weights)}"
+        if weights.keep == "cpu" and not any(map(packs_on, index.devices)):
+            yield "`keep: 'cpu'` has no effect, as the weights are on no GPU"
         yield from weights.paths.unmatched((path for path, _ in model.named_modules()), "generation.weights")
 
 

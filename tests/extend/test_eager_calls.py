@@ -249,4 +249,36 @@ def test_the_host_does_little_for_a_call(op):
     result, a = Y.clone(), X.clone().requires_grad_()
     op.kernel("cpu")(lambda a, b, scale: result)
     op(X, Y), op(a, Y)
-    assert counted(X, Y, 2.0) <= 6 and counted(a, Y, 2.0) <= 6
+    assert counted(X, Y, 2.0) <= 3 and counted(a, Y, 2.0) <= 3  # the kernel, the end of the count, and one of a change
+
+
+def test_calls_by_name_run_in_cpp_too_and_wrong_ones_say_what_is_wrong(op, in_python):
+    op(X, Y, backend="cpu")
+    for given, named in (((X, Y), {"scale": 3.0}), ((X,), {"scale": 3.0, "b": Y}), ((), {"b": Y, "a": X, "scale": 3})):
+        assert torch.equal(op(*given, **named, backend="cpu"), X * Y * 3)
+    wrong = {
+        "takes 3 arguments, got 4": ((X, Y, 2.0, 3.0), {}),
+        "lacks the argument 'b'": ((X,), {"scale": 2.0}),
+        "the argument 'b' was given twice": ((X, Y), {"b": Y}),
+        "the argument 'c' is unknown": ((X, Y), {"c": Y}),
+        "the argument 'scale' must be float": ((X, Y), {"scale": "2"}),
+    }
+    for says, (given, named) in wrong.items():
+        with pytest.raises(TypeError, match=says):
+            op(*given, **named)
+    assert in_python == ["cpu"]  # the call that settles it
+
+
+def test_a_class_of_ops_with_a_call_of_its_own():
+    class Counting(fuseopt.Op):
+        def __call__(self, *args, **kwargs):
+            self.count = getattr(self, "count", 0) + 1
+            return super().__call__(*args, **kwargs)
+
+    counting = Counting("mine::counting", product)
+    for count in (1, 2, 3):
+        assert torch.equal(counting(X, Y), X * Y) and counting.count == count
+    plain = type("Plain", (fuseopt.Op,), {})("mine::plain", product)
+    for _ in range(2):
+        assert torch.equal(plain(X, Y), X * Y) and torch.equal(plain(X, Y, backend="reference"), X * Y)
+    assert torch.equal(torch.compile(lambda a: plain(a, Y) + 1, backend="eager", fullgraph=True)(X), X * Y + 1)

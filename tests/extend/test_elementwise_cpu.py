@@ -161,20 +161,36 @@ def test_large_eager_calls_and_named_ones_compile(monkeypatch):
     op = made()
     asked = []
 
-    def recorded(*description):
-        asked.append(description)
+    def recorded(*description, may_build=True):
+        asked.extend([description] * may_build)
         return "its C++ is not built: no compiler"
 
     monkeypatch.setattr(cpu_expression, "kernels_of", recorded)
     small, large = torch.randn(128, 127), torch.randn(128, 128)
     choice = op.choose(small, small, small, 1.0)
-    assert choice.backend == "reference" and choice.refused["cpu"] == ["below 16384 elements only where it is named"]
+    assert choice.backend == "reference" and choice.refused["cpu"] == [
+        "below 16384 elements only once it is compiled, or where it is named"
+    ]
     assert not asked
     choice = op.choose(large, large, large, 1.0)
     assert choice.backend == "reference" and choice.refused["cpu"] == ["its C++ is not built: no compiler"]
     assert torch.equal(op(large, large, large, 1.0), op.function(large, large, large, 1.0)) and len(asked) == 1
     with pytest.raises(fuseopt.errors.BackendError, match="no compiler"):
         op(small, small, small, 1.0, backend="cpu")
+
+
+def test_small_calls_take_what_is_compiled():
+    made()(*[torch.ones(2)] * 3, 1.0, backend="cpu")
+    op = made()  # which finds it in the cache
+    inputs = [torch.randn(shape, requires_grad=True) for shape in ((2, 3), (3,), ())]
+    assert (
+        op.choose(*inputs, 1.5).backend == "cpu" and op.choose(inputs[0].int(), *inputs[1:], 1.5).backend == "reference"
+    )
+    for scale in (1.5, 2):
+        found, wanted = op(*inputs, scale=scale), op.function(*inputs, scale)
+        torch.testing.assert_close(found, wanted)
+        for one, other in zip(*(torch.autograd.grad(y.sum(), inputs) for y in (found, wanted)), strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_torch_compile_sees_the_expression():

@@ -43,6 +43,22 @@ def as_on_gpu(monkeypatch, pretend_kernels):
 
 
 @pytest.fixture
+def packs(each_device, request, monkeypatch):
+    """The device. A CPU packs quantised weights too, and runs the reference in place of the CUDA kernels."""
+    from fuseopt.generation.engine import low_bit
+
+    # Tiny layers gain nothing.
+    monkeypatch.setattr(low_bit, "no_gain_reason", lambda layer, is_with_attention: None)
+    if each_device.type == "cpu":
+        request.getfixturevalue("as_on_gpu")
+        # The strategies import from the engine, so they come first: what is imported now must not be a patch.
+        for module in ("strategies.generation", "generation.engine.low_bit"):
+            monkeypatch.setattr(f"fuseopt.{module}.packs_on", lambda device: True)
+        monkeypatch.setattr(low_bit, "no_kernel_reason", lambda layer: None)
+    return each_device
+
+
+@pytest.fixture
 def noted(monkeypatch):
     """A list, and `note(owner, name, letter, counts)`, by which calls of a function that count add a letter to it."""
     seen = []

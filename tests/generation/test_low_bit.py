@@ -225,6 +225,8 @@ def test_the_plan_says_what_stays_and_why() -> None:
     assert "int8: 9 of 9 linear layers" in reason(tiny.gpt2(), "int8")
     assert "torch.float64" in reason(tiny.gpt2().double(), "int8")
     assert "matches no module" in reason(tiny.gpt2(), {"bits": 8, "exclude": ["lm_haed"]})
+    kept = reason(tiny.gpt2(), {"bits": 8, "keep": "cpu"})
+    assert "int8: 9 of 9 linear layers" in kept and "`keep: 'cpu'` has no effect, as the weights are on no GPU" in kept
 
 
 def test_excluded_layers_stay() -> None:
@@ -251,6 +253,7 @@ def test_excluded_layers_stay() -> None:
         ({"bits": 8, "group": 64}, r"generation.weights.group: 8 bits have one scale for each output"),
         ({"bits": 4, "exclude": "lm_head"}, r"generation.weights.exclude: expected a list of module paths"),
         ({"bits": 4, "groups": 64}, r"did you mean 'group'"),
+        ({"bits": 4, "keep": "disk"}, r"generation.weights.keep: 'disk' is not one of device, cpu"),
     ],
 )
 def test_configs_that_are_refused(weights: object, message: str) -> None:
@@ -259,7 +262,7 @@ def test_configs_that_are_refused(weights: object, message: str) -> None:
 
 
 def test_a_config_survives_json() -> None:
-    for weights in ("int4", "int8", {"bits": 8, "exclude": ["lm_head"]}, None):
+    for weights in ("int4", "int8", {"bits": 8, "exclude": ["lm_head"], "keep": "cpu"}, None):
         config = fuseopt.Config.load({"generation": {"weights": weights}})
         assert fuseopt.Config.load(config.to_json()) == config
 

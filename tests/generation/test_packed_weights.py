@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 import fuseopt
 from fuseopt import ops
+from fuseopt.generation.engine import low_bit
+from fuseopt.generation.engine.layers import linear_of
 from fuseopt.generation.prompt.prefill import UNQUANTISED_PROMPT
+from fuseopt.ops.decode.packed_linear import most_fast_rows
 from fuseopt.ops.packed_weight import PackedWeight
 from fuseopt.verify_low_bit import forced_logits
 from tests.generation.checkpoint_layouts import LAYOUTS, checkpoint
@@ -20,16 +23,11 @@ from tests.generation.test_low_bit import SWEPT, WEIGHTS, dequantised, fused
 from tests.generation.test_low_bit import quantised_layers as found_layers
 
 STEPS = 6
+NO_GAIN_REASON = low_bit.no_gain_reason
 CASES = [("gpt2", "int8"), ("llama", "int4"), ("t5", "zero points"), ("t5", "int8")]
 
 
-@pytest.fixture(autouse=True)
-def packs(each_device: torch.device, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a CPU pack weights, and run the reference in place of the CUDA kernels."""
-    if each_device.type == "cpu":
-        request.getfixturevalue("as_on_gpu")
-        monkeypatch.setattr("fuseopt.generation.engine.low_bit.packs_on", lambda device: True)
-        monkeypatch.setattr("fuseopt.generation.engine.low_bit.no_kernel_reason", lambda layer: None)
+pytestmark = pytest.mark.usefixtures("packs")
 
 
 @pytest.fixture
@@ -102,6 +100,31 @@ def test_a_weight_that_is_written_to_is_packed_again() -> None:
         after = forced(ours, inputs)
         assert (after - forced(stock, inputs)).abs().max() < 0.1 * (after - before).abs().max()
         before = after
+
+
+def test_layers_that_gain_nothing_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(low_bit, "no_gain_reason", NO_GAIN_REASON)
+    monkeypatch.setattr(low_bit, "LEAST_TRANSPOSED", 32 * 128)
+    choices = {}
+    for keep in ("device", "cpu"):
+        model = fused(SWEPT["gpt2"]().half(), {"bits": 8, "keep": keep})
+        model.generate(**prompt(model, 1, 5, seed=3, padded=False), max_new_tokens=2)
+        choices[keep] = {module.path for module in model.generate.checked.low_bit.modules()}
+        reasons = " ".join(model.generate.report_lines())
+        assert ("2 such as transformer.h.0.attn.c_attn not: one kernel computes it" in reasons) == (keep == "device")
+        assert ("attn.c_proj not: its kernel in 16 bits is as fast" in reasons) == (keep == "device")
+    mlps = {f"transformer.h.{i}.mlp.{name}" for i in (0, 1) for name in ("c_fc", "c_proj")}
+    assert choices["device"] == {*mlps, "lm_head"} and len(choices["cpu"]) == 9
+    assert NO_GAIN_REASON(linear_of(nn.Linear(8, 8)), True) is None  # stored as [N, K]
+
+
+def test_a_layer_of_more_rows_than_its_kernel_is_fast_for_is_that_of_the_unquantised_model() -> None:
+    model = fused(SWEPT["llama"]().half(), "int8")
+    model.generate(**prompt(model, 1, 5, seed=3, padded=False), max_new_tokens=2)
+    layer = model.generate.checked.step.spec.head
+    assert layer.most_low_bit_rows == most_fast_rows(*layer.weights[0].shape, 8) == 16
+    assert layer.at(16) is layer and not layer.at(17).low_bit and layer.at(17).weights is layer.weights
+    assert [most_fast_rows(4096, k, bits) for k in (4096, 8192, 14_336) for bits in (8, 4)] == [16, 16, 8, 8, 4, 8]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

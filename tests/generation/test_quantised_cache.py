@@ -1,5 +1,6 @@
 """generate() with keys and values in 8 bits: against transformers with a cache that rounds to 8 bits."""
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ from fuseopt.generation.engine.quantised_cache import (
     filled,
     no_8_bit_cache_reason,
 )
-from fuseopt.generation.engine.state import Sizes
+from fuseopt.generation.engine.state import CacheShape, Sizes
 from fuseopt.generation.families.llama import LlamaStep
 from fuseopt.generation.tiers import Tier
 from fuseopt.ops import backends, dequantize_heads, quantize_heads
@@ -136,6 +137,15 @@ def test_the_cache_takes_the_bytes_that_the_shape_says(kind: str) -> None:
     assert str(CACHE_DTYPES[kind]).removeprefix("torch.") in state.cache_size
 
 
+def test_small_caches_on_a_gpu_keep_the_models_dtype() -> None:
+    shape = CacheShape(2, 8, 64, torch.bfloat16, torch.device("cuda"), stored_dtype=torch.int8)  # 2 KB a slot and layer
+    assert shape.stored_in(Sizes(1, 7168)) is None and shape.stored_in(Sizes(1, 8192)) == torch.int8
+    assert shape.stored_in(Sizes(8, 512, 512)) == torch.int8  # with the keys and values of an encoder's output
+    assert shape.bytes_of(Sizes(1, 1024)) == 1024 * 2 * 2048
+    assert shape.bytes_of(Sizes(1, 8192)) == 8192 * 2 * 2 * 8 * (64 + 4)
+    assert replace(shape, device=torch.device("cpu")).stored_in(Sizes(1, 128)) == torch.int8
+
+
 @pytest.mark.parametrize("stored", CACHE_DTYPES.values())
 def test_slots_are_filled_and_appended(stored: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -164,7 +174,8 @@ def test_the_plan_says_what_is_kept_in_8_bits() -> None:
         (replacement,) = fuseopt.plan(model.half(), config).replacements
         assert f"the kernel takes no heads of {model.config.head_dim} dimensions" in replacement.reason
         of_16 = grouped("llama", head_dim=16).half()
-        assert fuseopt.plan(of_16, config).replacements[0].reason.endswith("; keys and values in int8")
+        reason = fuseopt.plan(of_16, config).replacements[0].reason
+        assert reason.endswith("; keys and values in int8 if a layer has 16 MB of them or more")
         (replacement,) = fuseopt.plan(model.float(), config).replacements
     assert "stay in the model's dtype: the kernel does not take torch.float32" in replacement.reason
     with pytest.raises(ConfigError, match="'int4' is not one of int8, fp8"):

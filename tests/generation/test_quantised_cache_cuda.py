@@ -26,7 +26,7 @@ NEW = 12
 # With heads of 16 dimensions, which the kernel takes.
 _GEMMA2 = {"attn_logit_softcapping": 2.0, "sliding_window": 4, "query_pre_attn_scalar": 16}
 MODELS = {
-    "llama": partial(grouped, "llama", head_dim=16),
+    "llama": partial(grouped, "llama", head_dim=16, max_position_embeddings=512),
     "gpt2": partial(tiny.gpt2, n_embd=48),
     "gemma2": partial(grouped, "gemma2", head_dim=16, layer_types=["sliding_attention", "full_attention"], **_GEMMA2),
     "t5": partial(tiny.t5, d_kv=16),
@@ -34,9 +34,15 @@ MODELS = {
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "padded": {},
+    "long": {},
     "sampled": {"do_sample": True, "top_k": 8},
     "T1": {"bad_words_ids": [[5]]},
 }
+
+
+@pytest.fixture(autouse=True)
+def _small_caches_are_quantised(set_tuned: Callable[[str, int], None]) -> None:
+    set_tuned("decode_attention_8_bit_bytes", 0)
 
 
 def model_of(family: str) -> nn.Module:
@@ -63,8 +69,9 @@ def exact_logits(model: nn.Module, ids: Tensor, tokens: Tensor, kind: str) -> Te
 )
 def test_tokens_are_among_the_best_of_float64(family: str, name: str, kind: str) -> None:
     model = model_of(family)
-    inputs = prompt(model, 3, 7, seed=3, padded=name == "padded")
-    length = 1 if model.config.is_encoder_decoder else 7
+    length = 150 if name == "long" else 7
+    inputs = prompt(model, 3, length, seed=3, padded=name == "padded")
+    length = 1 if model.config.is_encoder_decoder else length
     options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "pad_token_id": 0, **CALLS[name]}
     fused, found = fuseopt.initialize(copy.deepcopy(model), {"generation": {"cache_dtype": kind}}), []
     for _ in range(4):
@@ -72,7 +79,8 @@ def test_tokens_are_among_the_best_of_float64(family: str, name: str, kind: str)
         found.append(fused.generate(**inputs, **options))
     call = fused.generate.calls[-1]
     assert call.tier is (Tier.FAST_FORWARD if name == "T1" else Tier.DEVICE_LOOP) and call.steps == "graph"
-    assert str(CACHE_DTYPES[kind]).removeprefix("torch.") in call.cache
+    stored = str(CACHE_DTYPES[kind]).removeprefix("torch.")
+    assert stored in call.cache and stored in str(fuseopt.report(fused))
     assert all(torch.equal(tokens, found[0]) for tokens in found)
     for row, tokens in enumerate(found[0][:, length:]):
         ids = inputs["input_ids"][row][inputs["attention_mask"][row].bool()]
@@ -80,7 +88,7 @@ def test_tokens_are_among_the_best_of_float64(family: str, name: str, kind: str)
         logits[:, [model.config.eos_token_id, *([5] if name == "T1" else [])]] = -torch.inf
         least = logits.topk(8 if name == "sampled" else 1).values[:, -1]
         chosen = logits.gather(1, tokens[:, None])[:, 0]
-        assert (chosen >= least - 0.05 * logits[:, 6:].std()).all()
+        assert (chosen >= least - 0.15 * logits[:, 6:].std()).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,7 +147,7 @@ def test_a_returned_cache_is_taken_back(kind: str) -> None:
         logits = exact_logits(model, ids[row], tokens, kind)
         logits[:, model.config.eos_token_id] = -torch.inf
         chosen = logits.gather(1, tokens[:, None])[:, 0]
-        assert (chosen >= logits.amax(1) - 0.1 * logits[:, 6:].std()).all()
+        assert (chosen >= logits.amax(1) - 0.15 * logits[:, 6:].std()).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

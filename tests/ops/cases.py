@@ -34,6 +34,12 @@ class Case:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.op.function(*args, **kwargs, backend=self.backend)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """float32, or the first dtype of a backend that does not take it."""
+        (backend,) = self.op.candidates(self.backend)
+        return torch.float32 if torch.float32 in backend.dtypes else backend.dtypes[0]
+
     def samples(self, dtype: torch.dtype, requires_grad: bool = False) -> list[registry.SampleInput]:
         """None of a dtype that the backend does not take."""
         (backend,) = self.op.candidates(self.backend)

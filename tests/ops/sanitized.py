@@ -56,6 +56,8 @@ def main(name: str) -> None:
     op, calls = registry.get(name), 0
     on_cpu, kernels = Case(op, "reference", torch.device("cpu")), Case(op, "cuda", torch.device("cuda"))
     for dtype in DTYPES:
+        if dtype not in op.candidates("cuda")[0].dtypes:
+            continue
         samples = on_cpu.samples(dtype, requires_grad=True)
         sizes = () if name in OF_THEIR_OWN_SIZES else COLUMNS
         wide = [with_columns(samples[index % 3], columns) for index, columns in enumerate(sizes)]

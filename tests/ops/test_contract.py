@@ -126,12 +126,12 @@ def test_any_layout_of_gradients(differentiable_kernel: Case, layout: Callable[[
 
 
 def test_samples_include_empty_tensors(case: Case) -> None:
-    assert any(tensor.numel() == 0 for sample in case.samples(torch.float32) for tensor in tensors(sample))
+    assert any(tensor.numel() == 0 for sample in case.samples(case.dtype) for tensor in tensors(sample))
 
 
 def test_the_backend_named_is_the_one_that_runs(case: Case) -> None:
     with RawCalls() as raw:
-        for sample in case.samples(torch.float32, requires_grad=True):
+        for sample in case.samples(case.dtype, requires_grad=True):
             output = total(case(*sample.args, **sample.kwargs))
             if output.requires_grad:
                 output.backward()
@@ -364,7 +364,7 @@ def test_forward_mode_runs_the_reference_of_ops_with_gradients(differentiable_ca
 def test_forward_mode_is_refused_by_kernels_without_gradients(case: Case) -> None:
     if case.op.name in {parameter.values[0].op.name for parameter in differentiable_cases()}:
         pytest.skip("it has gradients")
-    sample = case.samples(torch.float64)[0] if case.samples(torch.float64) else case.samples(torch.float32)[0]
+    sample = (case.samples(torch.float64) or case.samples(case.dtype))[0]
     function, inputs = of_tensors(case, sample)
     with torch.no_grad(), forward_ad.dual_level():
         duals = [forward_ad.make_dual(t, torch.ones_like(t)) if t.is_floating_point() else t for t in inputs]

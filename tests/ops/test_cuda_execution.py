@@ -37,7 +37,7 @@ def other_values(tensor: Tensor) -> Tensor:
 @on_cuda
 def test_a_graph_replayed_on_changed_inputs(case: Case) -> None:
     changed = False
-    for sample in case.samples(torch.float32, requires_grad=True):
+    for sample in case.samples(case.dtype, requires_grad=True):
         before = outputs_and_gradients(case, sample)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -58,7 +58,7 @@ def test_a_graph_replayed_on_changed_inputs(case: Case) -> None:
 @on_kernels
 def test_runs_on_the_current_stream(case: Case) -> None:
     """The inputs are written late, on a stream that no other stream waits for."""
-    for sample in case.samples(torch.float32, requires_grad=True):
+    for sample in case.samples(case.dtype, requires_grad=True):
         expected = outputs_and_gradients(case, sample)
         late = map_tensors(lambda t: torch.zeros_like(t).requires_grad_(t.requires_grad), sample)
         stream = torch.cuda.Stream()
@@ -80,7 +80,7 @@ def _next_part(parts: Iterator[Tensor], tensor: Tensor) -> Tensor:
 @on_row_kernels
 def test_waits_for_a_kernel_that_lets_it_start_early(case: Case) -> None:
     """The inputs are written by a long kernel of fuseopt's just ahead, into memory that held other values."""
-    for sample in case.samples(torch.float32):
+    for sample in case.samples(case.dtype):
         expected = results(case(*sample.args, **sample.kwargs))
         floats = [tensor.contiguous() for tensor in tensors(sample) if tensor.is_floating_point()]
         values = torch.cat([torch.zeros(2**26, device=case.device), *(tensor.flatten() for tensor in floats)])
@@ -98,7 +98,7 @@ def test_waits_for_a_kernel_that_lets_it_start_early(case: Case) -> None:
 @on_kernels
 def test_inputs_on_a_device_that_is_not_current(case: Case) -> None:
     there = torch.device("cuda:1")
-    for sample in case.samples(torch.float32, requires_grad=True):
+    for sample in case.samples(case.dtype, requires_grad=True):
         expected = outputs_and_gradients(case, sample)
         moved = map_tensors(lambda t: t.detach().to(there).requires_grad_(t.requires_grad), sample)
         output = outputs_and_gradients(case, moved)

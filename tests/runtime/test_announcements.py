@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import subprocess
@@ -95,3 +96,23 @@ def test_only_the_first_process_of_a_job_shows_it(monkeypatch, caplog):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         announcements.announce("here")
     assert [record.levelno for record in caplog.records] == [logging.INFO, logging.DEBUG]
+
+
+@pytest.mark.parametrize(
+    ("notebook", "widgets", "module", "disabled"),
+    [(False, True, "tqdm.std", None), (True, False, "tqdm.std", False), (True, True, "tqdm.auto", False)],
+)
+def test_a_bar_is_of_widgets_in_a_notebook_that_has_them_and_of_text_else(
+    monkeypatch, notebook, widgets, module, disabled
+):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: widgets or None if name == "ipywidgets" else find(name)
+    )
+    monkeypatch.delitem(sys.modules, "ipykernel.zmqshell", raising=False)
+    if notebook:
+        monkeypatch.setitem(sys.modules, "ipykernel.zmqshell", sys)
+    assert announcements.bar_class() is importlib.import_module(module).tqdm
+    assert announcements.is_bar_disabled() is disabled
+    monkeypatch.setattr("transformers.utils.logging.is_progress_bar_enabled", lambda: False)
+    assert announcements.is_bar_disabled() is True

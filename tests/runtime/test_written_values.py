@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fuseopt.runtime.written_values import Samples, sample
+from fuseopt.runtime.written_values import ReadSamples, Samples, sample
 
 
 @pytest.mark.parametrize("shape", [(3,), (700,), (40, 64), (2048, 3), (5, 6, 7), (0, 4), ()])
@@ -16,7 +16,7 @@ def test_a_write_through_data_is_seen(shape, dtype):
         torch.randn(8).to(torch.float8_e4m3fn),
     ]
     tensors.append(torch.randint(2**40, (5, 5)))
-    samples = Samples(tensors)
+    samples = ReadSamples(Samples(tensors))
     before = samples.read()
     assert samples.read() == before
     assert all(torch.equal(sample(tensor), sample(tensor)) for tensor in tensors)  # NaN too
@@ -33,7 +33,7 @@ def test_a_write_through_data_is_seen(shape, dtype):
 @pytest.mark.parametrize("size", [(128, 1024), (1024, 128), (4, 4096), (4096, 4), (64, 64), (300, 7), (50257, 16)])
 def test_samples_are_spread_over_rows_and_columns(size):
     weight, (rows, columns) = torch.zeros(size), size
-    samples = Samples([weight])
+    samples = ReadSamples(Samples([weight]))
     for half in (weight[:, : columns // 2], weight[:, columns // 2 :], weight[: rows // 2], weight[rows // 2 :]):
         half.data.fill_(1)
         values = torch.frombuffer(bytearray(samples.read()), dtype=torch.float32)

@@ -6,17 +6,22 @@ import datetime
 import importlib
 import json
 import os
+import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuseopt.errors import ConfigError
+from fuseopt.tables import WIDTH, clipped
 
 if TYPE_CHECKING:
     from fuseopt.runtime.timer import Timing
 
 _LONGEST_NAME = 100  # in a table
+_PATH = re.compile(r"[^\s,;|]*/[^\s,;|]*")
+_SHORTEST_PATH = 20
 
 STOCK = "stock"
 COPY = "copy"
@@ -173,11 +178,19 @@ class Results:
         rows = tuple(replace(row, note=_behind(row, self.rows) or None) for row in self.rows if row.auto)
         return replace(self, rows=rows)
 
-    def to_markdown(self) -> str:
-        """`origin`, and a table that is aligned so that it reads well as plain text."""
+    def for_terminal(self) -> str:
+        """`to_markdown`, with long paths cut in the middle if the table is wider than the terminal, or 120 columns."""
+        return self.to_markdown(shutil.get_terminal_size((WIDTH, 0)).columns)
+
+    def to_markdown(self, width: int | None = None) -> str:
+        """`origin`, and a table that is aligned so that it reads well as plain text.
+
+        Args:
+            width: columns of text; in a wider table long paths are cut in the middle. None for no limit.
+        """
         behind = "".join(f"\n- {line}" for line in self.slower_auto)
         listed = f"\n\nWhere what `backend: auto` takes is behind:\n{behind}" if behind else ""
-        return f"{self.origin}\n\n{_aligned(self.columns())}{listed}"
+        return f"{self.origin}\n\n{_aligned(_with_short_paths(self.columns(), width))}{listed}"
 
     @property
     def origin(self) -> str:
@@ -277,8 +290,26 @@ def _columns(rows: Sequence[Record], unit: str, on_gpu: bool) -> dict[str, list[
     return shown
 
 
+def _with_short_paths(shown: dict[str, list[str]], width: int | None) -> dict[str, list[str]]:
+    """The cells with paths cut to one length, the largest with which the table is no wider than `width`."""
+    longest = max((len(path) for cells in shown.values() for cell in cells for path in _PATH.findall(cell)), default=0)
+    found = shown
+    while width is not None and longest > _SHORTEST_PATH and sum(_widths(found)) + 3 * len(found) + 1 > width:
+        longest -= 1
+        found = {name: [_cut_paths(cell, longest) for cell in cells] for name, cells in shown.items()}
+    return found
+
+
+def _cut_paths(text: str, width: int) -> str:
+    return _PATH.sub(lambda path: clipped(path[0], width), text)
+
+
+def _widths(shown: Mapping[str, Sequence[str]]) -> list[int]:
+    return [max(map(len, (name, *cells))) for name, cells in shown.items()]
+
+
 def _aligned(shown: Mapping[str, Sequence[str]]) -> str:
-    widths = [max(map(len, (name, *cells))) for name, cells in shown.items()]
+    widths = _widths(shown)
     lines = [tuple(shown), tuple("-" * width for width in widths), *zip(*shown.values(), strict=True)]
     return "\n".join(
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines

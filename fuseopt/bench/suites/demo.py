@@ -67,7 +67,7 @@ def _run(device: torch.device, quick: bool, checkpoints: Path, out: str | os.Pat
     print(f"\n{_QUICK_TIMES if quick else _TIMES}\n{_COLUMNS}\n", flush=True)
     records = measure(demo_cases(sizes, device), functools.partial(against_stock, device=device))
     results = Results.measured_here("demo, quick" if quick else "demo", records)
-    print(results.to_markdown())
+    print(results.for_terminal())
     if quick:
         print("\n`fuseopt demo` without --quick times models of real size.")
     if out is not None:

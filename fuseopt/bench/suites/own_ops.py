@@ -21,13 +21,12 @@ from fuseopt.runtime.timer import host_seconds, time_in_turns
 TORCH = "torch"
 _ELEMENTS, _ROUNDS, _CALLS = 64, 15, 500
 _NATIVE = """
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+#include "new_tensor.h"
 using torch::stable::Tensor;
 
 Tensor native(Tensor a, Tensor b, Tensor c) {
-  Tensor output = torch::stable::empty_like(a);
+  Tensor output = fuseopt::new_tensor_like(a);
   const float *x = a.const_data_ptr<float>(), *y = b.const_data_ptr<float>(), *z = c.const_data_ptr<float>();
   float* result = output.mutable_data_ptr<float>();
   for (int64_t i = 0; i < a.numel(); ++i) result[i] = x[i] * y[i] + z[i];

@@ -1,5 +1,6 @@
 #include "check.h"
 #include "cpu/rows.h"
+#include "new_tensor.h"
 
 
 namespace fuseopt {
@@ -16,17 +17,8 @@ DType to_dtype(ScalarType type) {
 }
 
 Tensor empty(const int64_t* sizes, int64_t dim, ScalarType type) {
-  std::vector<int64_t> strides(dim);
-  int64_t stride = 1;
-  for (int64_t d = dim - 1; d >= 0; --d) {
-    strides[d] = stride;
-    stride *= std::max<int64_t>(sizes[d], 1);
-  }
-  const int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
-  AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dim, sizes, strides.data(), code,
-                                                  aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
+  const auto type_number = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  return new_tensor({sizes, static_cast<size_t>(dim)}, type_number, aoti_torch_device_type_cpu(), 0);
 }
 
 Rows Rows::single(const Tensor& tensor) {

@@ -21,8 +21,10 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <algorithm>
 #include <deque>
 #include <exception>
+#include <iterator>
 #include <memory>
 #include <new>
 #include <optional>
@@ -88,16 +90,20 @@ class WithoutGil {
 // The same as at::autocast::is_autocast_enabled, whose header takes seconds to compile.
 bool is_cuda_autocast_enabled() { return !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCUDA); }
 
+// What `call_raw` has to see to: with kAll, also gradients, and modes and transforms that observe the call.
+enum class Checks { kTypes, kAll };
+
 // Whether the raw op alone is enough for this tensor.
-bool is_plain(const at::Tensor& tensor, c10::DeviceType device, bool with_gradients) {
-  return tensor.device().type() == device && !(with_gradients && tensor.requires_grad()) &&
-         !tensor._fw_grad(/*level=*/0).defined();
+bool is_plain(const at::Tensor& tensor, c10::DeviceType device, Checks checks) {
+  return tensor.device().type() == device &&
+         (checks == Checks::kTypes || !((at::GradMode::is_enabled() && tensor.requires_grad()) ||
+                                        tensor._fw_grad(/*level=*/0).defined()));
 }
 
 // Appends the argument to the stack. Returns false if its type is not the parameter's, or if it is a tensor that is not
 // plain.
 bool push(torch::jit::Stack& stack, const Parameter& parameter, PyObject* argument, c10::DeviceType device,
-          bool with_gradients) {
+          Checks checks) {
   if (argument == Py_None) {
     if (parameter.optional) stack.emplace_back();
     return parameter.optional;
@@ -106,7 +112,7 @@ bool push(torch::jit::Stack& stack, const Parameter& parameter, PyObject* argume
     case Type::kTensor: {
       if (!THPVariable_CheckExact(argument)) return false;
       const at::Tensor& tensor = THPVariable_Unpack(argument);
-      if (!is_plain(tensor, device, with_gradients)) return false;
+      if (!is_plain(tensor, device, checks)) return false;
       stack.emplace_back(tensor);
       return true;
     }
@@ -138,12 +144,14 @@ void count_version_up(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-PyObject* results_of(torch::jit::Stack& stack) {
-  if (stack.empty()) Py_RETURN_NONE;
-  if (stack.size() == 1) return THPVariable_Wrap(std::move(stack[0]).toTensor());
-  PyObject* results = PyTuple_New(static_cast<Py_ssize_t>(stack.size()));
-  for (size_t i = 0; results != nullptr && i < stack.size(); ++i) {
-    PyObject* result = THPVariable_Wrap(std::move(stack[i]).toTensor());
+// What is on the stack from `first` on.
+PyObject* results_of(torch::jit::Stack& stack, size_t first) {
+  const size_t count = stack.size() - first;
+  if (count == 0) Py_RETURN_NONE;
+  if (count == 1) return THPVariable_Wrap(std::move(stack[first]).toTensor());
+  PyObject* results = PyTuple_New(static_cast<Py_ssize_t>(count));
+  for (size_t i = 0; results != nullptr && i < count; ++i) {
+    PyObject* result = THPVariable_Wrap(std::move(stack[first + i]).toTensor());
     if (result == nullptr) Py_CLEAR(results);
     else PyTuple_SET_ITEM(results, static_cast<Py_ssize_t>(i), result);
   }
@@ -158,25 +166,31 @@ const RawOp* find(const DirectCalls& calls, PyObject* backend, c10::DeviceType d
 }
 
 // Returns NotImplemented if the call needs more than the raw op.
-PyObject* call_raw(const RawOp& op, PyObject* const* arguments, size_t count) {
-  if (count > op.parameters.size() || at::impl::torch_function_mode_enabled() ||
-      c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
+PyObject* call_raw(const RawOp& op, PyObject* const* arguments, size_t count, Checks checks) {
+  if (count > op.parameters.size() ||
+      (checks == Checks::kAll &&
+       (at::impl::torch_function_mode_enabled() ||
+        c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)))) {
     Py_RETURN_NOTIMPLEMENTED;
   }
   try {
-    const bool with_gradients = at::GradMode::is_enabled();
     Stack own;
     torch::jit::Stack& stack = *own;
     for (size_t i = 0; i < op.parameters.size(); ++i) {
       const Parameter& parameter = op.parameters[i];
       if (i < count) {
-        if (!push(stack, parameter, arguments[i], op.device, with_gradients)) Py_RETURN_NOTIMPLEMENTED;
+        if (!push(stack, parameter, arguments[i], op.device, checks)) Py_RETURN_NOTIMPLEMENTED;
       } else if (parameter.default_value.has_value()) {
         stack.push_back(*parameter.default_value);
       } else {
         Py_RETURN_NOTIMPLEMENTED;
       }
     }
+    // A second copy, under the one that the op takes from the stack: without it, the op gives up the last reference to a
+    // tensor besides its Python object's, for which PyTorch takes the GIL, once for each tensor.
+    const size_t kept = stack.size();
+    stack.reserve(2 * kept);
+    std::copy_n(stack.begin(), kept, std::back_inserter(stack));
     {
       WithoutGil released;
       at::AutoDispatchBelowADInplaceOrView nothing_for_autograd;
@@ -185,7 +199,7 @@ PyObject* call_raw(const RawOp& op, PyObject* const* arguments, size_t count) {
     for (size_t i = 0; i < count; ++i) {
       if (op.parameters[i].is_written_to) count_version_up(THPVariable_Unpack(arguments[i]));
     }
-    return results_of(stack);
+    return results_of(stack, kept);
   } catch (python_error& error) {
     error.restore();
     return nullptr;
@@ -206,7 +220,7 @@ PyObject* call(PyObject* self, PyObject* const* arguments, size_t flagged_count,
   }
   const RawOp* op = find(calls, arguments[0], THPVariable_Unpack(arguments[1]).device().type());
   if (op == nullptr) return PyObject_Vectorcall(calls.choose, arguments, count, nullptr);
-  return call_raw(*op, arguments + 1, count - 1);
+  return call_raw(*op, arguments + 1, count - 1, Checks::kAll);
 }
 
 // Throws if a schema has a type that `push` does not know.

@@ -1,6 +1,7 @@
 // The part of fuseopt that needs Python's tensors in C++. The stable ABI has no access to them, so this library is
 // compiled for one release of torch and Python. It is one file, because most of its compile time goes into torch's
 // headers.
+#include "python/bare_kernel.h"
 #include "python/direct_calls.h"
 #include "python/own_ops.h"
 #include "python/tape.h"
@@ -11,10 +12,11 @@ namespace {
 PyMethodDef functions[] = {
     {"places", places, METH_O, "places(tensors): addresses, dtypes and layouts of a list of tensors, as bytes"},
     {"has_true", has_true, METH_VARARGS, "has_true(dicts, names): whether one of the dicts has a true value by such a name"},
-    {"call_own", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_own)), METH_FASTCALL,
-     "call_own(op, kernels, backend, arguments): an eager call of a user's op by the first kernel that takes it"},
+    {"call_ops", call_ops, METH_VARARGS, "call_ops(Op, EagerCalls): eager calls of users' ops run without Python"},
     {"run_own", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_own)), METH_FASTCALL,
      "run_own(op, kernel, arguments): the results of one kernel of a user's op"},
+    {"run_bare", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_bare)), METH_FASTCALL,
+     "run_bare(kernel, *arguments): the results of a user's kernel without host code"},
     {"record", record, METH_O, "record(function): runs a function of static tensors; a Tape that runs its operations again"},
     {nullptr, nullptr, 0, nullptr}};
 

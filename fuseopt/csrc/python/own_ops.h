@@ -10,6 +10,8 @@
 #include "python/direct_calls.h"
 #include "python/own_gradient.h"
 
+#include <structmember.h>
+
 #include <ATen/record_function.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/utils/object_ptr.h>
@@ -63,8 +65,8 @@ bool shares_storage(const at::Tensor& result, Arguments arguments) {
   for (Py_ssize_t i = 0; i < arguments.count; ++i) {
     PyObject* const item = arguments.items[i];
     if (THPVariable_CheckExact(item)) {
-      const at::Tensor& tensor = THPVariable_Unpack(item);
-      if (tensor.has_storage() && tensor.storage().is_alias_of(result.storage())) return true;
+      const c10::Storage& storage = THPVariable_Unpack(item).unsafeGetTensorImpl()->unsafe_storage();
+      if (storage && storage.is_alias_of(result.storage())) return true;
     } else if (PyList_Check(item) || PyTuple_Check(item)) {
       if (shares_storage(result, {PySequence_Fast_ITEMS(item), PySequence_Fast_GET_SIZE(item)})) return true;
     }
@@ -76,7 +78,7 @@ bool shares_storage(const at::Tensor& result, Arguments arguments) {
 bool is_as_promised(PyObject* result, Arguments arguments) {
   if (!THPVariable_CheckExact(result)) return false;
   const at::Tensor& tensor = THPVariable_Unpack(result);
-  return tensor.layout() == at::kStrided && tensor.has_storage() && tensor.is_contiguous() &&
+  return tensor.layout() == at::kStrided && tensor.unsafeGetTensorImpl()->unsafe_storage() && tensor.is_contiguous() &&
          !shares_storage(tensor, arguments);
 }
 
@@ -118,11 +120,11 @@ int takes(PyObject* kernel, Arguments arguments) {
   return result;
 }
 
-PyObject* compute(PyObject* kernel, Arguments arguments) {
+PyObject* compute(PyObject* kernel, Arguments arguments, Checks checks) {
   const auto count = static_cast<size_t>(arguments.count);
   PyObject* const raw = PyTuple_GET_ITEM(kernel, kRaw);
   if (raw != Py_None) {
-    PyObject* output = call_raw(reinterpret_cast<DirectCalls*>(raw)->settled.front(), arguments.items, count);
+    PyObject* output = call_raw(reinterpret_cast<DirectCalls*>(raw)->settled.front(), arguments.items, count, checks);
     if (output != Py_NotImplemented) return output;
     Py_DECREF(output);
   }
@@ -130,10 +132,10 @@ PyObject* compute(PyObject* kernel, Arguments arguments) {
 }
 
 // Results that are not as promised are made so by `op.finished(kernel, output, arguments)`.
-PyObject* run(PyObject* op, PyObject* kernel, PyObject* tuple) {
+PyObject* run(PyObject* op, PyObject* kernel, PyObject* tuple, Checks checks) {
   static PyObject* const finished = PyUnicode_InternFromString("finished");
   const Arguments arguments{PySequence_Fast_ITEMS(tuple), PyTuple_GET_SIZE(tuple)};
-  PyObject* output = compute(kernel, arguments);
+  PyObject* output = compute(kernel, arguments, checks);
   if (output == nullptr) {
     note(kernel, "");
     return nullptr;
@@ -151,7 +153,7 @@ PyObject* run_differentiably(PyObject* op, PyObject* kernel, PyObject* arguments
   THPObjectPtr output;
   {
     const at::AutoGradMode none(false);
-    output = run(op, kernel, arguments);
+    output = run(op, kernel, arguments, Checks::kTypes);
   }
   if (!output) return nullptr;
   const auto [node, pointer] = make_node(PyTuple_GET_ITEM(kernel, kGradient), arguments);
@@ -172,47 +174,132 @@ PyObject* run_own(PyObject*, PyObject* const* given, Py_ssize_t count) {
     PyErr_SetString(PyExc_TypeError, "run_own takes an op, a kernel and a tuple of arguments");
     return nullptr;
   }
-  return run(given[0], given[1], given[2]);
+  return run(given[0], given[1], given[2], Checks::kAll);
   END_HANDLE_TH_ERRORS
 }
 
-// `call_own(op, kernels, backend, arguments)`: calls the first kernel that takes the arguments. `kernels` is a dict for
-// CPUs and one for GPUs, of tuples of kernels by backend. Returns NotImplemented, with nothing done but `supports` asked,
-// for calls that torch has to see, under autocast, without tensors, and where no kernel is listed or takes the arguments.
-PyObject* call_own(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  if (count != 4 || !PyTuple_Check(given[1]) || PyTuple_GET_SIZE(given[1]) != 2 || !PyTuple_Check(given[3])) {
-    PyErr_SetString(PyExc_TypeError, "call_own takes an op, two dicts of kernels, a backend and a tuple of arguments");
-    return nullptr;
+// What `Op.calls.direct` is: a tuple (calls, names, defaults, numbers, on_cpu, on_gpu) of the `EagerCalls`, the names of
+// the op's arguments, a dict of defaults, (place, types) of the arguments that are no tensors, and for each type of
+// device a dict of tuples of kernels by backend.
+enum DirectField { kCalls, kNames, kDefaults, kNumbers, kOnCpu, kOnGpu, kDirectFields };
+
+// The arguments in the op's order, and the backend that the call names. Null if something is missing or unknown.
+THPObjectPtr bind(PyObject* direct, PyObject* given, PyObject* keywords, PyObject*& backend) {
+  static PyObject* const automatic = PyUnicode_InternFromString("auto");
+  static PyObject* const backend_name = PyUnicode_InternFromString("backend");
+  PyObject* const names = PyTuple_GET_ITEM(direct, kNames);
+  const Py_ssize_t count = PyTuple_GET_SIZE(names), first = PyTuple_GET_SIZE(given);
+  Py_ssize_t named = keywords == nullptr ? 0 : PyDict_GET_SIZE(keywords);
+  PyObject* const asked = named == 0 ? nullptr : PyDict_GetItemWithError(keywords, backend_name);
+  backend = asked == nullptr ? automatic : asked;
+  named -= asked != nullptr;
+  if (first == count && named == 0) return THPObjectPtr(Py_NewRef(given));
+  THPObjectPtr bound(first > count ? nullptr : PyTuple_New(count));
+  for (Py_ssize_t i = 0; bound && i < count; ++i) {
+    PyObject* const name = PyTuple_GET_ITEM(names, i);
+    PyObject* item = i < first ? PyTuple_GET_ITEM(given, i) : nullptr;
+    if (item == nullptr && named != 0 && (item = PyDict_GetItemWithError(keywords, name)) != nullptr) --named;
+    if (item == nullptr) item = PyDict_GetItemWithError(PyTuple_GET_ITEM(direct, kDefaults), name);
+    if (item == nullptr) return {};
+    PyTuple_SET_ITEM(bound.get(), i, Py_NewRef(item));
   }
-  const Arguments arguments{PySequence_Fast_ITEMS(given[3]), PyTuple_GET_SIZE(given[3])};
-  Seen seen;
-  if (is_autocast_enabled() || is_observed() || !look(arguments, seen) || seen.first == nullptr) {
+  return named == 0 ? std::move(bound) : THPObjectPtr();
+}
+
+bool have_types(PyObject* numbers, Arguments arguments) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(numbers); ++i) {
+    PyObject* const number = PyTuple_GET_ITEM(numbers, i);
+    auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(arguments.items[PyLong_AsSsize_t(PyTuple_GET_ITEM(number, 0))]));
+    if (PySequence_Contains(PyTuple_GET_ITEM(number, 1), type) != 1) return false;
+  }
+  return true;
+}
+
+// Calls the first kernel that takes the arguments. Returns NotImplemented, with nothing done but `supports` asked, for
+// calls that torch has to see, under autocast, without tensors, with arguments that Python has to convert or refuse, and
+// where no kernel is listed or takes the arguments.
+PyObject* call_own(PyObject* direct, PyObject* given, PyObject* keywords) {
+  PyObject* backend = nullptr;
+  THPObjectPtr tuple = bind(direct, given, keywords, backend);
+  if (!tuple) {
+    if (PyErr_Occurred()) return nullptr;
     Py_RETURN_NOTIMPLEMENTED;
   }
-  PyObject* listed = PyDict_GetItemWithError(PyTuple_GET_ITEM(given[1], seen.first->is_cuda() ? 1 : 0), given[2]);
+  const Arguments arguments{PySequence_Fast_ITEMS(tuple.get()), PyTuple_GET_SIZE(tuple.get())};
+  Seen seen;
+  if (is_autocast_enabled() || is_observed() || !have_types(PyTuple_GET_ITEM(direct, kNumbers), arguments) ||
+      !look(arguments, seen) || seen.first == nullptr) {
+    Py_RETURN_NOTIMPLEMENTED;
+  }
+  PyObject* listed = PyDict_GetItemWithError(PyTuple_GET_ITEM(direct, seen.first->is_cuda() ? kOnGpu : kOnCpu), backend);
   if (listed == nullptr) {
     if (PyErr_Occurred()) return nullptr;
     Py_RETURN_NOTIMPLEMENTED;
   }
+  PyObject* const calls = PyTuple_GET_ITEM(direct, kCalls);
   const bool needs_grad = seen.requires_grad && at::GradMode::is_enabled();
   const THPObjectPtr kernels(Py_NewRef(listed));  // another thread may replace them meanwhile
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kernels.get()); ++i) {
     PyObject* const kernel = PyTuple_GET_ITEM(kernels.get(), i);
-    if (!is_kernel(kernel)) {
-      PyErr_SetString(PyExc_TypeError, "call_own: not a kernel");
-      return nullptr;
-    }
     const int does = takes(kernel, arguments);
     if (does < 0) return nullptr;
     if (does == 0) continue;
     PyObject* const gradient = PyTuple_GET_ITEM(kernel, kGradient);
-    if (!needs_grad || gradient == Py_None) return run(given[0], kernel, given[3]);
-    if (is_gradient(gradient)) return run_differentiably(given[0], kernel, given[3]);
+    if (!needs_grad || gradient == Py_None) return run(calls, kernel, tuple.get(), Checks::kTypes);
+    if (is_gradient(gradient)) return run_differentiably(calls, kernel, tuple.get());
     return PyObject_Vectorcall(gradient, arguments.items, static_cast<size_t>(arguments.count), nullptr);
   }
   Py_RETURN_NOTIMPLEMENTED;
+}
+
+// Places of `Op.calls` and `EagerCalls.direct`, which are slots of these classes: they are read in every call.
+struct OwnClasses {
+  ternaryfunc call_in_python = nullptr;
+  PyTypeObject* calls_type = nullptr;
+  Py_ssize_t calls = 0, direct = 0;
+};
+OwnClasses own_classes;
+
+PyObject* slot(PyObject* object, Py_ssize_t offset) {
+  return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
+}
+
+// The call of an `Op`: `call_own`, and where that does nothing, `__call__` in Python.
+PyObject* call_op(PyObject* op, PyObject* given, PyObject* keywords) {
+  HANDLE_TH_ERRORS
+  PyObject* const calls = slot(op, own_classes.calls);
+  if (calls != nullptr && Py_TYPE(calls) == own_classes.calls_type) {
+    THPObjectPtr direct(Py_XNewRef(slot(calls, own_classes.direct)));
+    if (direct && PyTuple_Check(direct.get()) && PyTuple_GET_SIZE(direct.get()) == kDirectFields) {
+      PyObject* const output = call_own(direct.get(), given, keywords);
+      if (output != Py_NotImplemented) return output;
+      Py_DECREF(output);
+    }
+  }
+  return own_classes.call_in_python(op, given, keywords);
   END_HANDLE_TH_ERRORS
+}
+
+// Where instances of a class have a slot; -1 with an exception if they have none of that name.
+Py_ssize_t offset_of(PyObject* type, const char* name) {
+  THPObjectPtr member(PyObject_GetAttrString(type, name));
+  if (member && Py_TYPE(member.get()) != &PyMemberDescr_Type) PyErr_Format(PyExc_TypeError, "%s is no slot", name);
+  return PyErr_Occurred() ? -1 : reinterpret_cast<PyMemberDescrObject*>(member.get())->d_member->offset;
+}
+
+// `call_ops(Op, EagerCalls)`: calls of instances of `Op` go to `call_op`. Its `__call__` in Python stays what torch.compile
+// traces, and what a subclass calls.
+PyObject* call_ops(PyObject*, PyObject* arguments) {
+  PyTypeObject *type = nullptr, *calls_type = nullptr;
+  if (!PyArg_ParseTuple(arguments, "O!O!", &PyType_Type, &type, &PyType_Type, &calls_type)) return nullptr;
+  if (type->tp_call == call_op) Py_RETURN_NONE;
+  const Py_ssize_t calls = offset_of(reinterpret_cast<PyObject*>(type), "calls");
+  const Py_ssize_t direct = calls < 0 ? -1 : offset_of(reinterpret_cast<PyObject*>(calls_type), "direct");
+  if (direct < 0) return nullptr;
+  own_classes = {type->tp_call, calls_type, calls, direct};
+  type->tp_call = call_op;
+  PyType_Modified(type);
+  Py_RETURN_NONE;
 }
 
 }  // namespace

@@ -14,7 +14,7 @@ from fuseopt import ops
 from fuseopt.generation.engine.beam_state import along_ancestry
 from fuseopt.generation.engine.layers import has_kernel
 from fuseopt.generation.engine.positions import normalised_heads, options_of_op, rotated, split_heads
-from fuseopt.generation.engine.quantised_cache import LayerCache, QuantisedCache, append, filled, of_op
+from fuseopt.generation.engine.quantised_cache import LayerCache, QuantisedCache, append, filled, op_arguments
 from fuseopt.generation.engine.residual_stream import ResidualStream
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.ops.decode.qkv_attention import is_fast
@@ -75,7 +75,7 @@ class StepAttention:
         """
         state = self.state
         if self.by_kernel:
-            (keys, values), scales = of_op(cache)
+            (keys, values), scales = op_arguments(cache)
             options: dict[str, Any] = {"mask": state.cross_keep, "scale": scale, "pdl": True} | scales
             return ops.decode_attention(query, keys, values, state.cross_length, **options)
         keys, values = filled(cache, self.cross_filled, query.dtype)
@@ -85,13 +85,13 @@ class StepAttention:
 
     def _in_one_kernel(self, stream: ResidualStream, attention: SelfAttention, cache: LayerCache) -> Tensor | None:
         """Projection and attention in one kernel; None if that is not faster or does not exist."""
-        weight, *others = attention.qkv.weights
-        biases, norm = attention.qkv.biases, attention.norm
+        qkv, norm = attention.qkv, attention.norm
+        weight, *others = qkv.weights
         if not (self.by_kernel and self.ancestry is None and not others and stream.is_stored and norm is not None):
             return None
-        if attention.qkv.low_rank is not None or attention.qkv.low_bit or isinstance(cache, QuantisedCache):
+        if qkv.low_rank is not None or qkv.at(len(stream.total())).low_bit or isinstance(cache, QuantisedCache):
             return None
-        parts = stream.total(), weight, biases[0] if biases else None, cache[0], cache[1]
+        parts = stream.total(), weight, qkv.biases[0] if qkv.biases else None, cache[0], cache[1]
         has_three_equal = is_plain(attention) and len(weight) == 3 * cache.shape[2] * cache.shape[4]
         if not (has_three_equal and has_kernel("decode_qkv_attention_", weight) and is_fast(*parts, **norm.of_op)):
             return None
@@ -117,7 +117,7 @@ class StepAttention:
                 options = options_of_op(without, cache.shape[4], self.tables, self.state.positions) or {}
             options |= {"bias": self._bias(attention), "ancestry": self.ancestry, "scale": attention.scale}
             options |= {"window": attention.window or 0, "softcap": attention.softcap or 0.0}
-            (keys, values), scales = of_op(cache)
+            (keys, values), scales = op_arguments(cache)
             options |= {"mask": self.state.keep, "pdl": True} | scales
             return ops.decode_attention_(query, key, value, keys, values, self.state.slot, **options)
         query, key = normalised_heads(query, attention.q_norm), normalised_heads(key, attention.k_norm)

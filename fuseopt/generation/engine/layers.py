@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,17 +15,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fuseopt import ops
+from fuseopt.generation.engine.library_products import products_by_library
 from fuseopt.generation.engine.low_rank import LoraPart, LowRank
 from fuseopt.modules.base import full_name, source_class
 from fuseopt.modules.quantised import quantised_weights
 from fuseopt.modules.quantised_weight import QuantisedWeight
 from fuseopt.ops import registry
 from fuseopt.ops.decode.linear import ACTIVATIONS, FEW_ROWS, NORMS, is_fast
-from fuseopt.ops.decode.low_bit_linear import MAX_ROWS as MOST_LOW_BIT_ROWS
 from fuseopt.ops.decode.low_rank import updates
+from fuseopt.ops.decode.packed_linear import most_fast_rows
+from fuseopt.ops.low_bit import MAX_ROWS as MOST_LOW_BIT_ROWS
 from fuseopt.ops.low_bit import LowBitWeight, dequantize
 from fuseopt.ops.packed_weight import PackedWeight, unpacked
-from fuseopt.tuning import multiprocessors, tuned
+from fuseopt.tuning import tuned
 
 # A name in `ACTIVATIONS`, or a module that is called.
 Activation = str | Callable[[Tensor], Tensor]
@@ -102,15 +104,26 @@ class Linear:
         """The tensors that hold the weights that a step reads."""
         return tuple(weight.tensors[0] for weight in self.low_bit) if self.low_bit else self.weights
 
-    @property
-    def low_bit_kernel(self) -> tuple[str, int]:
-        """The op that multiplies with `low_bit`, and for how many rows at most."""
-        is_packed = isinstance(self.low_bit[0], PackedWeight)
-        return ("decode_packed_linear", FEW_ROWS) if is_packed else ("decode_low_bit_linear", MOST_LOW_BIT_ROWS)
+    @functools.cached_property
+    def most_low_bit_rows(self) -> int:
+        """With more rows products read `weights`, if they are there, or `low_bit` dequantised."""
+        first = self.low_bit[0]
+        if isinstance(first, PackedWeight) and self.has_unquantised:
+            return most_fast_rows(sum(low.shape[0] for low in self.low_bit), first.inputs, first.bits)
+        return MOST_LOW_BIT_ROWS
+
+    def at(self, rows: int) -> Linear:
+        """The layer as products of so many rows read it: itself, or without `low_bit` where that is faster."""
+        reads_low_bit = not (self.low_bit and self.has_unquantised) or rows <= self.most_low_bit_rows
+        return self if reads_low_bit else self._unquantised
+
+    @functools.cached_property
+    def _unquantised(self) -> Linear:
+        return replace(self, low_bit=(), has_unquantised=False)
 
     def multiplied(self) -> tuple[Tensor, ...]:
         """The weights to multiply with: `weights`, or new tensors of their dtype, dequantised."""
-        if not self.low_bit or self.has_unquantised:
+        if not self.low_bit:
             return self.weights
         pairs = zip(self.low_bit, self.weights, strict=True)
         return tuple(dequantize(unpacked(low), weight.dtype) for low, weight in pairs)
@@ -125,45 +138,6 @@ class Linear:
     def no_bias(self) -> Tensor:
         """Zeros [N], for a cuBLAS epilogue that needs a bias."""
         return self.weights[0].new_zeros(len(self.weights[0]))
-
-
-def plan_l2_prefetch(layers: Sequence[Linear], head: Linear) -> None:
-    """Sets `prefetch` of a step's linear layers, given in the order they run in.
-
-    Each prefetches the weights of the layer after the next. Large layers skip that, since their own weight loads
-    already saturate memory bandwidth; if the next layer is large too, they prefetch a part of its weight, late. The
-    head reads more than the L2 cache holds; at its end it prefetches the weights of the next step's first layer.
-    """
-    for layer, following, later in zip(layers, [*layers[1:], head], [*layers[2:], head, head], strict=True):
-        layer.prefetch = _prefetchable(later, layer)
-        if _skips_prefetch(layer):
-            skip_both = _skips_prefetch(following) and not (layer.low_bit or following.low_bit)
-            layer.prefetch = _first_part(following.weights[0]) if skip_both else ()
-    head.prefetch = _prefetchable(layers[0], head)
-
-
-def _prefetchable(layer: Linear, reader: Linear) -> tuple[Tensor, ...]:
-    """The tensors that a layer reads, if `reader` prefetches them: kernels gain nothing where weights are quantised."""
-    return () if layer.low_bit or reader.low_bit else layer.weights
-
-
-def _skips_prefetch(layer: Linear) -> bool:
-    """True if a layer has more bytes than a GPU's blocks hold: its own weight loads already saturate bandwidth.
-
-    The kernels decide so too (`most_held_bytes` in csrc/cuda/decode/linear/params.cuh). Which kernel takes a layer is
-    another question, with a lower limit for a long K: `exceeds_registers` there.
-    """
-    weight = layer.stored[0]
-    name = "decode_linear_held_bytes" if weight.T.is_contiguous() else "decode_linear_nk_held_bytes"
-    held_bytes = tuned(name, weight.device) * multiprocessors(weight.device)
-    return sum(weight.nbytes for weight in layer.stored) >= held_bytes
-
-
-def _first_part(weight: Tensor) -> tuple[Tensor, ...]:
-    """The first rows of a weight [N, K] that is stored as [K, N], as many as a large layer prefetches."""
-    lines = weight.T
-    count = len(lines) // tuned("decode_linear_prefetch_divisor", weight.device)
-    return (lines[:count],) if lines.is_contiguous() else ()
 
 
 def linear_of(*modules: nn.Linear) -> Linear:
@@ -270,6 +244,7 @@ def linear(
         [rows, sum of N] ([rows, N] if gated), in the weights' dtype or what that and `residual`'s give;
         neighbouring columns, and rows that may lie apart.
     """
+    layer = layer.at(len(input))
     weight = layer.weights[0]
     if norm is not None and _normalises_before(input, layer, norm):
         input, norm = normalised(input, norm), None
@@ -289,11 +264,15 @@ def linear(
     return _by_library(input.to(weight.dtype), layer, activation, gated, residual)
 
 
+def _low_bit_op(layer: Linear) -> str:
+    return "decode_packed_linear" if isinstance(layer.low_bit[0], PackedWeight) else "decode_low_bit_linear"
+
+
 def _by_kernel(input: Tensor, layer: Linear, **options: Any) -> Tensor:
     options |= {"pdl": True, "prefetch": layer.prefetch}
     added = layer.low_rank
     if layer.low_bit:
-        op = getattr(ops, layer.low_bit_kernel[0])
+        op = getattr(ops, _low_bit_op(layer))
         return op(input.to(layer.weights[0].dtype), layer.low_bit, layer.biases or None, **options)
     if added is None:
         return ops.decode_linear(input, layer.weights, layer.biases or None, **options)
@@ -325,9 +304,9 @@ def takes_kernel(
     gated: bool = False,
 ) -> bool:
     """Whether `linear` runs on a kernel of `ops.decode`; it never does if the activation is a module."""
+    layer = layer.at(len(input))
     if layer.low_bit:
-        low_bit_op, most_rows = layer.low_bit_kernel
-        return len(input) <= most_rows and has_kernel(low_bit_op, layer.weights[0])
+        return len(input) <= layer.most_low_bit_rows and has_kernel(_low_bit_op(layer), layer.weights[0])
     op = "decode_linear" if layer.low_rank is None else "decode_linear_low_rank"
     return has_kernel(op, layer.weights[0]) and is_fast(input, layer.weights, residual, norm, gated)
 
@@ -364,38 +343,14 @@ def _activated(input: Tensor, activation: Activation | None) -> Tensor:
 
 
 def _products(input: Tensor, layer: Linear, weights: Sequence[Tensor]) -> Tensor:
-    """[rows, sum of N]; on a GPU rows are aligned to 16 bytes.
-
-    cuBLAS takes several times as long if N is odd, as GPT-2's vocabulary is: the last few columns are a second product.
-    """
+    """[rows, sum of N]: `linear` without norm, activation and residual."""
     if takes_kernel(input, layer):
         return _by_kernel(input, layer)
-    output = _products_by_library(input, layer, weights)
+    output = products_by_library(input, weights, layer.biases)
     if layer.low_rank is not None:
         parts = output.split([len(weight) for weight in weights], dim=1)
         for part, added in zip(parts, updates(input, layer.low_rank.a, layer.low_rank.b), strict=True):
             part += added
-    return output
-
-
-def _products_by_library(input: Tensor, layer: Linear, weights: Sequence[Tensor]) -> Tensor:
-    """`_products` without updates of low rank."""
-    widths = [len(weight) for weight in weights]
-    biases = layer.biases or (None,) * len(widths)
-    step = 8 if input.is_cuda else 1
-    if len(widths) == 1 and widths[0] % step == 0:
-        return F.linear(input, weights[0], biases[0])
-    output = input.new_empty(len(input), -(-sum(widths) // 8) * 8)[:, : sum(widths)]
-    for part, weight, bias in zip(output.split(widths, dim=1), weights, biases, strict=True):
-        aligned = len(weight) // step * step
-        for begin, end in ((0, aligned), (aligned, len(weight))):
-            if begin == end:
-                continue
-            factor, out = weight[begin:end].T, part[:, begin:end]
-            if bias is None:
-                torch.mm(input, factor, out=out)
-            else:
-                torch.addmm(bias[begin:end], input, factor, out=out)
     return output
 
 

@@ -12,12 +12,14 @@ from tqdm import tqdm
 
 from fuseopt.config import LowBitOptions
 from fuseopt.generation.engine.layers import Linear
+from fuseopt.generation.engine.parked_weights import park, parkable
 from fuseopt.modules.quantised import UnreadableWeight, described
 from fuseopt.ops import registry
+from fuseopt.ops.decode.packed_linear import LEAST_TRANSPOSED
 from fuseopt.ops.low_bit import LowBitWeight, dequantize, not_quantised_reason, quantize
 from fuseopt.ops.packed_weight import PackedWeight, not_packed_reason, pack_for_cuda, unpacked
 from fuseopt.runtime.announcements import announce, is_bar_disabled
-from fuseopt.runtime.written_values import Samples, sample
+from fuseopt.runtime.written_values import ReadSamples, Samples, sample
 
 Stored = LowBitWeight | PackedWeight
 """A quantised weight as the kernels of its device read it."""
@@ -50,17 +52,28 @@ class LowBitChoice(NamedTuple):
 
 
 def low_bit_choice(
-    model: nn.Module, layers: Iterable[Linear], of_prompts: Iterable[Linear], options: LowBitOptions
+    model: nn.Module,
+    layers: Iterable[Linear],
+    of_prompts: Iterable[Linear],
+    with_attention: Iterable[Linear],
+    options: LowBitOptions,
 ) -> LowBitChoice:
-    """Chooses among `layers` of a step of `model`. `of_prompts`: further layers, which no step runs.
+    """Chooses among `layers` of a step of `model`.
 
     Layers that read the same input run as one, so they are quantised together or not at all.
+
+    Args:
+        of_prompts: further layers, which no step runs.
+        with_attention: those of `layers` that a CUDA kernel may compute together with attention.
     """
+    fused = {id(layer) for layer in with_attention}
     paths = {id(module): path for path, module in model.named_modules()}
     chosen, names, kept = [], [], {}
     for layer in layers:
         found = [paths.get(id(module), "?") for module in layer.sources]
         reason = _reason(layer, found, options)
+        if reason is None and options.keep == "device":
+            reason = no_gain_reason(layer, id(layer) in fused)
         if reason is None:
             chosen.append(layer)
             names += found
@@ -85,6 +98,16 @@ def _reason(layer: Linear, paths: Sequence[str], options: LowBitOptions) -> str 
         return excluded.replace("it", paths[0], 1) if len(paths) > 1 and "names it" in excluded else excluded
     found = (not_quantised_reason(w.shape, w.dtype, options.bits, options.group) for w in layer.weights)
     return next(filter(None, found), None)
+
+
+def no_gain_reason(layer: Linear, is_with_attention: bool) -> str | None:
+    """Why a step on a GPU is not faster if a layer is quantised; None if it is."""
+    weight = layer.weights[0]
+    if not packs_on(weight.device) or not weight.T.is_contiguous():
+        return None
+    if is_with_attention:
+        return "one kernel computes it and attention in 16 bits, which is faster"
+    return None if weight.numel() >= LEAST_TRANSPOSED else "its kernel in 16 bits is as fast"
 
 
 def no_kernel_reason(layer: Linear) -> str | None:
@@ -148,20 +171,28 @@ class LowBitWeights:
         self._read: dict[Hashable, tuple[Stored, ...]] = {}
         self._choice = LowBitChoice((), (), {})
         self._came: list[Linear] = []
-        self._on_cpu: list[Tensor] = []
-        self._samples = Samples(())
+        self._tensors: list[Tensor] = []
+        self._samples: tuple[ReadSamples, ...] = ()
+        self._weights: list[tuple[Tensor, ...]] = []
+        self._parameters: list[Tensor] = []
+        self._parked: list[Tensor] = []
         self.unquantised_bytes = 0
 
-    def put_into(self, choice: LowBitChoice | None, linears: Iterable[Linear]) -> None:
-        """Sets `low_bit` of the layers of `choice`, and of the pre-quantised layers of `linears`."""
+    def put_into(self, model: nn.Module, choice: LowBitChoice | None, linears: Iterable[Linear]) -> None:
+        """Sets `low_bit` of the layers of `choice`, and of the pre-quantised layers of `linears`.
+
+        With `keep: "cpu"` on a GPU, moves the Parameters of `choice` to host memory, but not those that other modules
+        of `model` read too.
+        """
         self._choice = LowBitChoice((), (), {}) if choice is None else choice
         self._came = [layer for layer in linears if layer.checkpoint]
         self._read = self._read_all()
-        self._made = self._quantise_all()
-        tensors = [weight for layer in self._choice.layers for weight in layer.weights]
+        self._made = self._quantise_all(model)
+        tensors = self._park(model)
         tensors += [tensor for layer in self._came for part in layer.checkpoint for tensor in part.tensors]
-        self._on_cpu = [tensor for tensor in tensors if tensor.is_cpu]
-        self._samples = Samples([tensor for tensor in tensors if not tensor.is_cpu])
+        self._tensors = tensors
+        by_device = ([tensor for tensor in tensors if tensor.is_cpu is is_cpu] for is_cpu in (True, False))
+        self._samples = tuple(ReadSamples(Samples(these)) for these in by_device if these)
 
     def _read_all(self) -> dict[Hashable, tuple[Stored, ...]]:
         read: dict[Hashable, tuple[Stored, ...]] = {}
@@ -175,50 +206,83 @@ class LowBitWeights:
             layer.low_bit = read[key]
         return read
 
-    def _quantise_all(self) -> dict[Hashable, Stored]:
+    def _quantise_all(self, model: nn.Module) -> dict[Hashable, Stored]:
         options, choice = self.options, self._choice
         made: dict[Hashable, Stored] = {}
-        begin, before, unquantised = time.perf_counter(), self._made, {}
-        weights = [(layer, weight) for layer in choice.layers for weight in layer.weights]
-        bar = tqdm(weights, "fuseopt quantises", unit="weight", leave=False, delay=1, disable=is_bar_disabled())
-        for _, weight in bar:
+        begin, before, sizes = time.perf_counter(), self._made, {}
+        bar = tqdm(choice.layers, "fuseopt quantises", unit="layer", leave=False, delay=1, disable=is_bar_disabled())
+        for layer in bar:
             assert options is not None
-            key, unquantised[weight.data_ptr()] = _key(weight), weight.nbytes
-            if key not in made:
-                made[key] = before.get(key) or _stored(
-                    quantize(weight, options.bits, options.group, options.symmetric), weight
-                )
-        for layer in choice.layers:
-            layer.low_bit = tuple(made[_key(weight)] for weight in layer.weights)
+            low_bit = []
+            for index, weight in enumerate(layer.weights):
+                key, sizes[weight.data_ptr()] = _key(weight), weight.nbytes
+                if options.keep == "cpu":
+                    # A Parameter that was in host memory meanwhile has another address.
+                    key = (id(layer.sources[index * len(layer.sources) // len(layer.weights)].weight), index, *key[1:])
+                if key not in made:
+                    made[key] = before.get(key) or _stored(
+                        quantize(weight, options.bits, options.group, options.symmetric), weight
+                    )
+                low_bit.append(made[key])
+            layer.low_bit = tuple(low_bit)
             layer.has_unquantised = packs_on(layer.weights[0].device)
+        self.unquantised_bytes = sum(sizes.values())
         count = len(made.keys() - before.keys())
-        self.unquantised_bytes = sum(unquantised.values())
         if count:
             announce(f"quantised {count} weights to {options} in {time.perf_counter() - begin:.1f} s")
         return made
+
+    def _park(self, model: nn.Module) -> list[Tensor]:
+        """Moves the layers' Parameters to host memory if that is asked for. Returns the weights that stay."""
+        tensors: list[Tensor] = []
+        self._weights, self._parked = [], []
+        layers = self._choice.layers if self.options is not None and self.options.keep == "cpu" else ()
+        can_park = parkable(model, (source for layer in layers for source in layer.sources))
+        for layer in self._choice.layers:
+            weights = layer.weights
+            if layer.has_unquantised and can_park.issuperset(layer.sources):
+                is_transposed = weights[0].stride() != layer.sources[0].weight.stride()
+                layer.weights = tuple(weight.new_full((), torch.nan).expand(weight.shape) for weight in weights)
+                layer.has_unquantised = False
+                for source in layer.sources:
+                    park(source)
+                wholes = (source.weight.T if is_transposed else source.weight for source in layer.sources)
+                weights = tuple(part for whole in wholes for part in whole.chunk(len(weights) // len(layer.sources)))
+                self._parked += [source.weight for source in layer.sources]
+            else:
+                tensors += weights
+            self._weights.append(weights)
+        # Referenced, so that no other Parameter gets the id of one of them.
+        self._parameters = [source.weight for layer in layers for source in layer.sources]
+        return tensors
 
     def versions(self) -> tuple[Hashable, ...]:
         """Versions and samples of the tensors that low-bit weights were made from: what a write changes.
 
         Waits for the device.
         """
-        # On a GPU one copy brings the samples of all.
-        on_gpu = map(_version, self._samples.tensors)
-        return (*map(_content, self._on_cpu), *on_gpu, self._samples.read())
+        # A parked weight may come back to the device at any time.
+        parked = map(_content, self._parked)
+        return (*parked, *map(_version, self._tensors), *(samples.read() for samples in self._samples))
+
+    @property
+    def parked_bytes(self) -> int:
+        """Bytes of the weights that are in host memory."""
+        return sum(weight.nbytes for weight in self._parked)
 
     @property
     def most_rows(self) -> int | None:
         """Products of more rows read the unquantised weights; None if none do."""
-        return min((layer.low_bit_kernel[1] for layer in self._choice.layers if layer.has_unquantised), default=None)
+        return min((layer.most_low_bit_rows for layer in self._choice.layers if layer.has_unquantised), default=None)
 
     def modules(self) -> Iterator[QuantisedModule]:
         """The linear layers of the model that are quantised, without pre-quantised ones."""
         names = iter(self._choice.names)
-        for layer in self._choice.layers:
-            share = len(layer.weights) // len(layer.sources)
+        for layer, unquantised in zip(self._choice.layers, self._weights, strict=True):
+            share = len(unquantised) // len(layer.sources)
             for index, source in enumerate(layer.sources):
                 parts = slice(index * share, (index + 1) * share)
-                weights = layer.weights[parts]
+                weights = unquantised[parts]
                 is_transposed = weights[0].stride() != source.weight.stride()
                 low_bit = tuple(map(unpacked, layer.low_bit[parts]))
                 yield QuantisedModule(next(names), weights, low_bit, is_transposed)
@@ -245,9 +309,10 @@ class LowBitWeights:
             )
         if not self._made:
             return
+        parked = f", of which {self.parked_bytes / 2**20:.1f} MiB in host memory" if self.parked_bytes else ""
         yield (
             f"weights in {self.options}: {self._choice}; {self.quantised_bytes / 2**20:.1f} MiB, beside "
-            f"{self.unquantised_bytes / 2**20:.1f} MiB unquantised"
+            f"{self.unquantised_bytes / 2**20:.1f} MiB unquantised{parked}"
         )
 
 
@@ -266,7 +331,7 @@ def _stored(low: LowBitWeight, weight: Tensor) -> Stored:
     return pack_for_cuda(low, weight.dtype) if packs_on(weight.device) else low
 
 
-def _key(weight: Tensor) -> Hashable:
+def _key(weight: Tensor) -> tuple[Hashable, ...]:
     return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device, _content(weight)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -53,27 +54,25 @@ class PromptAttention:
         self.size, self.tables, self.positions = (state.sizes.rows, length), tables, positions
         self.start, self.end = start, end = state.start, state.start + length
         self.in_prompt, self.dtype = state.in_prompt(length), state.dtype
+        self.slot = state.start_slot if state.start_varies else None
         # By the window of a layer, what is added to its scores: [rows or 1, 1, length, end]; None: nothing, but a
         # token sees none after it.
-        self.masks: dict[int | None, Tensor | None] = {}
-        self.slot: Tensor | None = None
-        self.from_slot: _AttentionFromSlot | None = None
-        if state.start_varies:
-            assert not masked, "takes_any_start is for prompts without masked tokens"
-            self.slot, self.from_slot = state.start_slot, _AttentionFromSlot(state, length)
-            return
+        self.masks: dict[int | None, Tensor | CausalBias | None] = {}
+        self.without_masks: _AttentionFromSlot | None = None
         # Of capped scores PyTorch has no attention that takes a row without keys.
         is_capped = any(attention.softcap is not None for attention in attentions)
+        windows = set(map(self._window, attentions))
         hidden = torch.finfo(state.dtype).min if is_capped else -torch.inf
-        for window in {attention.window for attention in attentions}:
-            self.masks[window] = None
-            is_windowed = window is not None and window < end
-            is_flash = state.device.type == "cuda" and state.dtype.itemsize == 2
-            if start and is_flash and not (masked or is_windowed or is_capped):
-                self.masks[window] = causal_lower_right(length, end)
-            elif masked or is_windowed or is_capped or start:
+        has_flash = not masked and reads_start_on_device(state, attentions)
+        if has_flash and (state.start_varies or windows != {None}):
+            self.without_masks = _AttentionFromSlot(state, length)
+        for window in windows:
+            if has_flash:
+                # For few queries it splits the keys among blocks, as `_AttentionFromSlot` does not.
+                self.masks[window] = causal_lower_right(length, end) if start else None
+            elif masked or is_capped or start or window is not None:
                 seen = causal_mask(length, state.device, start)[None, None]
-                seen = seen.triu(start + 1 - window) if window is not None and is_windowed else seen
+                seen = seen if window is None else seen.triu(start + 1 - window)
                 seen = seen & state.keep[:, None, None, :end] if masked else seen
                 # As numbers, since PyTorch would turn it into numbers in every layer.
                 mask = torch.zeros(seen.shape, dtype=state.dtype, device=state.device)
@@ -98,7 +97,7 @@ class PromptAttention:
         return attended
 
     def _project(self, stream: ResidualStream, attention: SelfAttention, cache: Tensor) -> Tensor:
-        (rows, length), mask = self.size, self.masks.get(attention.window)
+        (rows, length), mask = self.size, self.masks.get(self._window(attention))
         kv_heads, head_dim = cache.shape[2], cache.shape[4]
         projected = stream.linear(attention.qkv, attention.norm)
         if not self.start and mask is None and is_plain(attention) and projected.shape[1] == 3 * kv_heads * head_dim:
@@ -106,8 +105,8 @@ class PromptAttention:
             if is_fast(qkv, cache[0], cache[1]):
                 return ops.prompt_attention_(qkv, cache[0], cache[1], attention.scale, pdl=True).flatten(0, 1)
         query = self._stored(projected, attention, cache)
-        if self.from_slot is not None:
-            return self.from_slot.attend(query, cache, attention.scale, attention.window)
+        if self.without_masks is not None and (self.slot is not None or self._window(attention) is not None):
+            return self.without_masks.attend(query, cache, attention.scale, attention.window)
         keys, values = cache[:, :, :, : self.end].unbind()
         if attention.softcap is None:
             groups = query.shape[1] // kv_heads
@@ -130,6 +129,10 @@ class PromptAttention:
             grouped, each = query.unflatten(1, (kv_heads, -1)), (keys.unsqueeze(2), values.unsqueeze(2))
             attended = attend(grouped, *each, mask.unsqueeze(2), attention.scale, attention.softcap).flatten(1, 2)
         return attended.transpose(1, 2).reshape(rows * length, -1)
+
+    def _window(self, attention: SelfAttention) -> int | None:
+        """The layer's window; None if it excludes nothing."""
+        return None if attention.window is None or attention.window >= self.end else attention.window
 
     def _stored(self, projected: Tensor, attention: SelfAttention, cache: Tensor) -> Tensor:
         """Writes keys and values of the projection [rows * length, any] to a layer's cache, and zeros for padding:
@@ -169,11 +172,17 @@ def reads_start_on_device(state: DecodeState, attentions: Sequence[SelfAttention
 
     That takes PyTorch's FlashAttention, which gets the number of keys on the device.
     """
-    return _has_flash(state.cache) and all(attention.softcap is None for attention in attentions)
+    like = state.cache
+    return (
+        like.is_cuda
+        and torch.backends.cuda.flash_sdp_enabled()
+        and _has_flash(like.device, like.dtype, like.shape[-1])
+        and all(attention.softcap is None for attention in attentions)
+    )
 
 
 class _AttentionFromSlot:
-    """Attention of prompts to their own tokens and to the slots before `state.start_slot`, a number on the device.
+    """Attention of prompts to their own tokens and to the slots before them, whose number is on the device.
 
     FlashAttention for sequences of different lengths (Dao 2023, arXiv 2307.08691) takes the cache of all rows as one
     sequence of slots: those of row i begin at slot i * kv_heads * capacity of the first head.
@@ -186,7 +195,7 @@ class _AttentionFromSlot:
         rows, (kv_heads, capacity) = state.sizes.rows, state.cache.shape[3:5]
         self.length, numbers = length, torch.arange(rows + 1, dtype=torch.int32, device=state.device)
         self.queries_begin, self.keys_begin = numbers * length, numbers * (kv_heads * capacity)
-        self.keys = (state.start_slot + length).int().repeat(rows)
+        self.keys = (state.prefilled_slots(length)[-1:] + 1).int().repeat(rows)
 
     def attend(self, query: Tensor, cache: Tensor, scale: float, window: int | None) -> Tensor:
         """Attention without masks.
@@ -220,13 +229,12 @@ class _AttentionFromSlot:
         return attended.flatten(1)
 
 
-def _has_flash(cache: Tensor) -> bool:
+@functools.cache
+def _has_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     return (
-        cache.is_cuda
-        and cache.dtype in HALVES
-        and cache.shape[-1] % 8 == 0
-        and cache.shape[-1] <= _MAX_FLASH_HEAD_DIM
+        dtype in HALVES
+        and head_dim % 8 == 0
+        and head_dim <= _MAX_FLASH_HEAD_DIM
         and torch.backends.cuda.is_flash_attention_available()
-        and torch.backends.cuda.flash_sdp_enabled()
-        and torch.cuda.get_device_capability(cache.device) >= (8, 0)
+        and torch.cuda.get_device_capability(device) >= (8, 0)
     )

@@ -9,18 +9,24 @@ from torch import Tensor
 
 from fuseopt import ops
 from fuseopt.ops import registry
-from fuseopt.ops.decode.quantized_heads import LARGEST, OP, dequantize_heads, is_head_dim_of_kernel
+from fuseopt.ops.decode.quantized_heads import EIGHT_BIT_ATTENTION, LARGEST, dequantize_heads, is_head_dim_of_kernel
 
 CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """By the name in a config."""
 assert set(CACHE_DTYPES.values()) == LARGEST.keys()
 
 
-def no_8_bit_cache_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why caches on a device keep the model's dtype; None if they may be quantised."""
+def no_8_bit_cache_reason(
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, may_build: bool = False
+) -> str | None:
+    """Why caches on a device keep the model's dtype; None if they may be quantised.
+
+    Args:
+        may_build: a CUDA library that could be compiled counts as present (for planning).
+    """
     if device.type in ("cpu", "meta"):
         return None
-    choice = registry.get(OP).choose("auto", device, [dtype], may_build=True)
+    choice = registry.get(EIGHT_BIT_ATTENTION).choose("auto", device, [dtype], may_build=may_build)
     if choice.backend != "cuda":
         return f"the kernel {'; '.join(choice.refused['cuda'])}"
     return None if is_head_dim_of_kernel(head_dim) else f"the kernel takes no heads of {head_dim} dimensions"
@@ -46,7 +52,7 @@ LayerCache: TypeAlias = Tensor | QuantisedCache
 """Keys and values of one layer in a DecodeState."""
 
 
-def of_op(cache: LayerCache) -> tuple[Tensor, dict[str, Tensor]]:
+def op_arguments(cache: LayerCache) -> tuple[Tensor, dict[str, Tensor]]:
     """Keys and values [2, rows, kv_heads, capacity, head_dim], and their scales as options of ops.decode_attention."""
     if isinstance(cache, Tensor):
         return cache, {}

@@ -41,7 +41,8 @@ class HeadInput(NamedTuple):
     @property
     def has_kernel_to_select(self) -> bool:
         """Whether `ops.decode_head_select_` is faster than computing all logits and taking their maximum."""
-        is_plain = not (self.head.biases or self.head.low_rank or self.head.low_bit) and self.softcap is None
+        head = self.head.at(len(self.hidden))
+        is_plain = not (head.biases or head.low_rank or head.low_bit) and self.softcap is None
         few = len(self.hidden) <= FEW_ROWS and is_plain
         has_norm = self.norm is not None and self.norm.op_kind in NORMS
         return few and has_norm and has_kernel("decode_head_select_", self.head.weights[0])
@@ -140,7 +141,9 @@ class ResidualStream:
 
     def _emits_partials(self, input: Tensor, layer: Linear, following: Linear, norm: Norm) -> bool:
         weight, next_weight = layer.weights[0], following.weights[0]
-        if len(following.weights) > 1 or any(part.low_rank or part.low_bit for part in (layer, following)):
+        if len(following.weights) > 1 or any(
+            part.low_rank or part.at(len(input)).low_bit for part in (layer, following)
+        ):
             return False
         if not (has_kernel("decode_linear_partials", weight) and has_kernel("decode_linear_of_sum", next_weight)):
             return False

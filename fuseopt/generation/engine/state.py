@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from fuseopt.generation.engine.beam_state import BeamState
 from fuseopt.generation.engine.device_constants import TrackedCopy
 from fuseopt.generation.engine.quantised_cache import LayerCache, QuantisedCache
 from fuseopt.ops.decode.linear import FEW_ROWS
-from fuseopt.ops.decode.quantized_heads import OP
+from fuseopt.ops.decode.quantized_heads import EIGHT_BIT_ATTENTION
 from fuseopt.runtime.huge_pages import with_huge_pages
 from fuseopt.tuning import tuned
 
@@ -53,6 +53,11 @@ class Sizes(NamedTuple):
     def items(self) -> int:
         return self.rows // self.queries_per_kv
 
+    @property
+    def slots(self) -> int:
+        """Of all rows, and of the encoder's output of all items."""
+        return self.rows * self.capacity + self.items * self.cross_capacity
+
     def rounded_up(self) -> Sizes:
         """With both capacities rounded up to their class, see `capacity_for`."""
         cross = capacity_for(self.cross_capacity) if self.cross_capacity else 0
@@ -66,6 +71,7 @@ class CacheShape:
     Attributes:
         absorbed_slots: the most slots for which cross-attention is also kept absorbed; 0: never.
         stored_dtype: int8 or float8_e4m3fn for keys and values in 8 bits; None for `dtype`, which they are computed in.
+            On a GPU, small caches are not quantised: see `stored_in`.
     """
 
     layers: int
@@ -87,7 +93,14 @@ class CacheShape:
 
     def bytes_of(self, sizes: Sizes) -> int:
         """Bytes of all keys and values, of the encoder's output too."""
-        return (sizes.rows * sizes.capacity + sizes.items * sizes.cross_capacity) * self.bytes_per_slot
+        return sizes.slots * replace(self, stored_dtype=self.stored_in(sizes)).bytes_per_slot
+
+    def stored_in(self, sizes: Sizes) -> torch.dtype | None:
+        """`stored_dtype` for caches of these sizes; None where attention on a GPU would take longer with it."""
+        if self.stored_dtype is None or self.device.type != "cuda":
+            return self.stored_dtype
+        of_a_layer = 2 * sizes.slots * self.heads * self.head_dim * self.dtype.itemsize
+        return self.stored_dtype if of_a_layer >= tuned("decode_attention_8_bit_bytes", self.device) else None
 
 
 class AbsorbedCrossAttention:
@@ -164,12 +177,13 @@ class DecodeState:
             # On a CPU nothing reads an unfilled slot, and the system provides a page when it is first written.
             allocate = torch.empty if shape.device.type == "cpu" else torch.zeros
             size, cross_size = (layers, 2, rows, heads, capacity), (layers, 2, sizes.items, heads, cross_capacity)
-            stored = shape.stored_dtype or shape.dtype
+            in_8_bits = shape.stored_in(sizes)
+            stored = in_8_bits or shape.dtype
             self.cache = with_huge_pages(allocate((*size, head_dim), dtype=stored, device=shape.device))
             self.cross_cache = torch.empty((*cross_size, head_dim), dtype=stored, device=shape.device)
             with_huge_pages(self.cross_cache).zero_()
             self.scales = self.cross_scales = None
-            if shape.stored_dtype is not None:
+            if in_8_bits is not None:
                 self.scales = allocate(size, dtype=torch.float32, device=shape.device)
                 self.cross_scales = zeros(*cross_size, dtype=torch.float32)
             self.keep = zeros(rows, capacity, dtype=torch.bool)
@@ -227,7 +241,7 @@ class DecodeState:
     @property
     def attention_op(self) -> str:
         """The op that attends to the caches; `encoded` has the dtype of its queries."""
-        return "decode_attention" if self.scales is None else OP
+        return "decode_attention" if self.scales is None else EIGHT_BIT_ATTENTION
 
     def zero_caches(self) -> None:
         """Zeros the caches of an earlier call. Attention multiplies masked values by 0, and 0 * NaN is NaN."""

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from fuseopt import ops
 from fuseopt.config import LowBitOptions
-from fuseopt.generation.engine.attention import StepAttention, additive
+from fuseopt.generation.engine.attention import StepAttention, additive, is_plain
+from fuseopt.generation.engine.l2_prefetch import plan_l2_prefetch
 from fuseopt.generation.engine.layers import (
     Linear,
     Norm,
@@ -21,7 +22,6 @@ from fuseopt.generation.engine.layers import (
     has_kernel,
     linear,
     normalised,
-    plan_l2_prefetch,
 )
 from fuseopt.generation.engine.low_bit import LowBitChoice, LowBitWeights, check_is_read, low_bit_choice
 from fuseopt.generation.engine.low_rank import LowRankUpdates
@@ -141,7 +141,7 @@ class SpecStep(DecodeStep):
     def quantise(self, model: nn.Module, weights: LowBitWeights) -> None:
         options = weights.options
         choice = None if options is None else _low_bit_choice(model, self.spec, options)
-        weights.put_into(choice, self.spec.linears)
+        weights.put_into(model, choice, self.spec.linears)
         self.is_quantised, self.most_quantised_rows = bool(weights.made_as), weights.most_rows
         self._plan_l2_prefetch(self.layers)
 
@@ -381,7 +381,9 @@ class SpecStep(DecodeStep):
 def _low_bit_choice(model: nn.Module, spec: DecoderSpec, options: LowBitOptions) -> LowBitChoice:
     of_prompts = [layer.cross_attention.key_value for layer in spec.layers if layer.cross_attention is not None]
     others = [layer for layer in spec.linears if all(layer is not other for other in of_prompts)]
-    return low_bit_choice(model, others, of_prompts, options)
+    plain = [layer.self_attention for layer in spec.layers if is_plain(layer.self_attention)]
+    with_attention = [attention.qkv for attention in plain if len(attention.qkv.weights) == 1]
+    return low_bit_choice(model, others, of_prompts, with_attention, options)
 
 
 def add_feed_forward(

@@ -11,6 +11,7 @@ from torch import nn
 
 from fuseopt.generation.engine.graphs import StepGraphs
 from fuseopt.generation.engine.low_bit import LowBitWeights
+from fuseopt.generation.engine.parked_weights import fetch_all
 from fuseopt.generation.engine.quantised_cache import no_8_bit_cache_reason
 from fuseopt.generation.families.step_interface import DecodeStep, EncoderStep
 from fuseopt.generation.hf.fingerprint import ModelFingerprint, fingerprint
@@ -18,7 +19,7 @@ from fuseopt.modules.lora import described
 from fuseopt.modules.quantised import UnreadableWeight
 from fuseopt.runtime.memory import is_out_of_memory
 from fuseopt.runtime.references import weak_attribute
-from fuseopt.runtime.written_values import Samples
+from fuseopt.runtime.written_values import ReadSamples, Samples
 
 
 class ModelCheck(NamedTuple):
@@ -83,7 +84,7 @@ class CheckedStep:
         self._fingerprint: ModelFingerprint | None = None
         self._encoder_fingerprint: ModelFingerprint | None = None
         self._sampled: ModelFingerprint | None = None
-        self._samples = Samples(())
+        self._reading: ReadSamples | None = None
         self._key: tuple[Hashable, ...] = ()
         self._encoder_key: tuple[Hashable, ...] = ()
         self._unread: str | None = None
@@ -144,6 +145,9 @@ class CheckedStep:
                     raise
                 return ModelCheck("there was no memory for quantised weights")
             self.is_built = True
+            if self.low_bit is not None and self.low_bit.parked_bytes:
+                found = self._fingerprint = self._fingerprint_of(step_class.roots(self.model), None)
+                own = (*found.key, *step_class.constants(self.model), *ranks)
             self._key = (*own, *self._versions())
             self._unread = _unread_adapter(found, self.step, self.model)
         if self._unread is not None:
@@ -152,6 +156,7 @@ class CheckedStep:
         return ModelCheck(None, found is before and not is_rebuilt and encoder_is_unchanged)
 
     def _new_step(self) -> DecodeStep:
+        fetch_all(self.model)
         step = self.step_class(self.model)
         if self.low_bit is not None:
             step.quantise(self.model, self.low_bit)
@@ -174,10 +179,16 @@ class CheckedStep:
         assert found is not None, "there is a step"
         if any(parameter.is_inference() for parameter in found.parameters):
             return None
-        if self._sampled is not found:
-            self._sampled, self._samples = found, Samples(found.parameters)
-        versions = (parameter._version for parameter in found.parameters)
-        return (*versions, *found.lora.versions(), self._samples.read())
+        reading = self._reading
+        if reading is None or self._sampled is not found:
+            self._sampled, self._reading = found, ReadSamples(Samples(found.parameters))
+            reading = self._reading
+        elif reading.runs == 1 and reading.state.device.type == "cuda" and self.graphs.max_graphs:
+            # Their views take the host longer than a graph of their one kernel.
+            self.graphs.record(reading, (), "a read of the weights")
+        reading()
+        versions = [parameter._version for parameter in found.parameters]
+        return (*versions, *found.lora.versions(), reading.values())
 
     def use_encoder(self, *, check_now: bool) -> str | None:
         """Prepares `encoder` for this call.

@@ -15,6 +15,7 @@ from fuseopt.blocks.relative_attention import RelativeStackForward
 from fuseopt.blocks.residual import GPT2BlockForward, T5BlockForward
 from fuseopt.blocks.rotary_embedding import RotaryAttentionForward
 from fuseopt.blocks.t5_inference import T5InferenceForward, T5StackForward
+from fuseopt.generation.engine.parked_weights import ParkedForward, is_parked
 from fuseopt.generation.hf.redundant_attributes import contradictions
 from fuseopt.modules import lora, quantised
 from fuseopt.modules.base import has_hooks
@@ -39,6 +40,7 @@ _FORWARDS = (
     GPT2StackForward,
     LlamaInferenceForward,
     LlamaStackForward,
+    ParkedForward,
     RelativeStackForward,
     RotaryAttentionForward,
     T5BlockForward,
@@ -59,7 +61,8 @@ class ModelFingerprint:
         watch: compares the modules with this walk faster than another walk; None if a module has hooks, which only a
             walk can examine.
         lora: the LoRA layers in the trees.
-        parameters: of the modules; of pre-quantised layers, the tensors that their forwards read.
+        parameters: of the modules, without weights that `parked_weights` keeps in host memory; of pre-quantised layers,
+            the tensors that their forwards read.
     """
 
     reason: str | None
@@ -114,6 +117,8 @@ def fingerprint(
     for module in modules:
         state, reason = module.__dict__, None
         held = [parameter for parameter in state["_parameters"].values() if parameter is not None]
+        if is_parked(module):
+            held = [parameter for parameter in held if parameter is not state["_parameters"]["weight"]]
         is_quantised = takes_low_bit and quantised.is_quantised(module)
         if is_quantised:
             stored, reason = quantised.stored_tensors(module)

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from fuseopt.generation.engine.state import CacheShape, DecodeState
-from fuseopt.generation.prompt.prompts import store
+from fuseopt.generation.prompt.prompts import is_aligned, store
 from fuseopt.runtime.memory import is_out_of_memory
 
 BLOCK = 16
 """Tokens in a block."""
 _BLOCK_BYTES = BLOCK * torch.int64.itemsize
 _MIB = 2**20
+# Blocks in more separate runs of places are copied by one kernel, which needs their places on the device.
+_MOST_COPIES = 3
 
 _Key = tuple[int, bytes]
 """The number of the previous block, 0 for none, and the token ids of the block. Equal keys mean equal ids from position
@@ -32,10 +34,11 @@ class _Block(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """One prompt: the masked tokens before it, its ids as bytes of int64, and the places of its cached blocks."""
+    """One prompt: the masked tokens before it, its ids as bytes of int64, and its cached blocks."""
 
     padding: int
     ids: bytes
+    chain: Sequence[_Key]
     places: Sequence[int]
 
 
@@ -68,7 +71,8 @@ class PrefixCache:
 
     Args:
         mebibytes: largest size of the pool.
-        weight_versions: returns a value that changes with the weights; None if changes cannot be seen.
+        weight_versions: returns a value that changes with the weights, after it has waited for the current stream; None
+            if changes cannot be seen.
 
     Attributes:
         shape: of the model's cache, from the first prompt on.
@@ -135,6 +139,8 @@ class PrefixCache:
             return "its memory was freed, since memory ran out"
         if not self.capacity:
             return f"a block takes {shape.bytes_per_slot * BLOCK / _MIB:.2f} of {self.mebibytes} MiB"
+        # Copied while the samples of the weights are read, for which the host waits.
+        on_host = input_ids.to("cpu", torch.int64, non_blocking=True)
         versions = self._weight_versions()
         if versions is None:
             return "writes to weights made in inference mode cannot be seen"
@@ -146,9 +152,10 @@ class PrefixCache:
         if isinstance(paddings, str):
             return paddings
         rows = []
-        for ids, padding in zip(input_ids.cpu().to(torch.int64), paddings, strict=True):
+        for ids, padding in zip(on_host, paddings, strict=True):
             held = ids[padding:].numpy().tobytes()
-            rows.append(_Row(padding, held, [self._blocks[key].place for key in self._chain(held)]))
+            chain = self._chain(held)
+            rows.append(_Row(padding, held, chain, [self._blocks[key].place for key in chain]))
         # At least one token runs, since it gives the first logits.
         start = min(length - 1, *(row.padding + BLOCK * len(row.places) for row in rows))
         saved = sum(max(0, start - row.padding) for row in rows)
@@ -161,10 +168,9 @@ class PrefixCache:
         state.start = match.start
         for row, cache in zip(match.rows, state.cache.unbind(2), strict=True):
             # Attention multiplies the values of padding by 0, and 0 * NaN is NaN.
-            cache[:, :, :, : min(row.padding, match.start)].zero_()
-            kept = cache[:, :, :, row.padding : match.start]
-            for slots, pooled in _pairs(self._pool, row.places, kept):
-                store(slots, pooled)
+            if row.padding:
+                cache[:, :, :, : min(row.padding, match.start)].zero_()
+            _copy(self._pool, row.places, cache[:, :, :, row.padding : match.start], to_pool=False)
 
     def store(self, match: PrefixMatch, state: DecodeState) -> str:
         """Caches the blocks of the prompts in `state` that are not cached yet; returns why it could not, or "".
@@ -201,9 +207,8 @@ class PrefixCache:
                     raise
                 return f"there was no memory for a prefix cache of {self.mebibytes} MiB"
         for row, cache in zip(match.rows, state.cache.unbind(2), strict=True):
-            first, places = self._insert(row.ids)
-            for slots, pooled in _pairs(self._pool, places, cache[:, :, :, row.padding + first * BLOCK :]):
-                store(pooled, slots)
+            first, places = self._insert(row)
+            _copy(self._pool, places, cache[:, :, :, row.padding + first * BLOCK :], to_pool=True)
         return ""
 
     def _allocate(self, state: DecodeState) -> None:
@@ -214,28 +219,35 @@ class PrefixCache:
             self._pool = state.cache.new_empty(layers, two, heads, self.capacity * BLOCK, head_dim)
         self._free = list(reversed(range(self.capacity)))
 
-    def _chain(self, ids: bytes) -> list[_Key]:
-        """The keys of the longest chain of cached blocks that `ids` begin with."""
-        found, number = [], 0
-        for key_ids in _split(ids):
-            block = self._blocks.get((number, key_ids))
+    def _chain(self, ids: bytes, known: Sequence[_Key] = ()) -> list[_Key]:
+        """The keys of the longest chain of cached blocks that `ids` begin with.
+
+        Args:
+            known: what this returned earlier for the same ids. If its last block is still cached, all of it is.
+        """
+        found = list(known) if known and known[-1] in self._blocks else []
+        number = self._blocks[found[-1]].number if found else 0
+        for key_ids in _split(ids, len(found)):
+            key = number, key_ids
+            block = self._blocks.get(key)
             if block is None:
                 break
-            found.append((number, key_ids))
+            found.append(key)
             number = block.number
         return found
 
-    def _insert(self, ids: bytes) -> tuple[int, Sequence[int]]:
+    def _insert(self, row: _Row) -> tuple[int, Sequence[int]]:
         """Marks the blocks of a prompt as used, and adds those that are not cached, as many as fit into the pool.
 
         Returns:
             how many blocks were cached, and the places of the added ones, which follow them.
         """
-        chain = self._chain(ids)
+        chain = self._chain(row.ids, row.chain)
         first, number = len(chain), self._blocks[chain[-1]].number if chain else 0
         self._use(chain)
-        new, held = list(_split(ids))[first:], set(chain)
-        while len(self._free) < len(new) and self._blocks and next(iter(self._blocks)) not in held:
+        new = list(_split(row.ids, first))
+        # The blocks of this prompt are the last used.
+        while len(self._free) < len(new) and len(self._blocks) > first:
             self._free.append(self._blocks.popitem(last=False)[1].place)
         count = min(len(new), len(self._free))
         # Neighbouring places are copied at once.
@@ -253,28 +265,59 @@ class PrefixCache:
             self._blocks.move_to_end(key)
 
 
-def _split(ids: bytes) -> Iterator[bytes]:
-    return (ids[end - _BLOCK_BYTES : end] for end in range(_BLOCK_BYTES, len(ids) + 1, _BLOCK_BYTES))
+def _split(ids: bytes, first: int) -> Iterator[bytes]:
+    """The ids of each full block from the block `first` on."""
+    return (ids[end - _BLOCK_BYTES : end] for end in range((first + 1) * _BLOCK_BYTES, len(ids) + 1, _BLOCK_BYTES))
 
 
-def _pairs(pool: Tensor | None, places: Sequence[int], slots: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of views of `slots` [layers, 2, kv_heads, any, head_dim] and of the pool, of equal shapes.
+def _copy(pool: Tensor | None, places: Sequence[int], slots: Tensor, *, to_pool: bool) -> None:
+    """Copies blocks of `pool` to `slots` [layers, 2, kv_heads, any, head_dim], or from there.
 
-    Blocks in neighbouring places share one pair. `slots` may end within the last block.
+    Args:
+        places: of the blocks that `slots` begin with. `slots` may end within a block, and have more slots than blocks.
     """
-    begin, length = 0, slots.shape[3]
-    for _, group in itertools.groupby(enumerate(places), lambda item: item[1] - item[0]):
-        run = list(group)
-        first, end = run[0][1] * BLOCK, min(begin + len(run) * BLOCK, length)
-        if pool is None or end <= begin:
-            return
-        yield slots[:, :, :, begin:end], pool[:, :, :, first : first + end - begin]
-        begin = end
+    length = min(len(places) * BLOCK, slots.shape[3])
+    if pool is None or not length:
+        return
+    places = places[: -(-length // BLOCK)]
+    runs, whole = _runs(places), length // BLOCK
+    if len(runs) > _MOST_COPIES and whole:
+        numbers = torch.tensor(places[:whole], device=pool.device)
+        in_slots, in_pool = _wide_blocks(slots[:, :, :, : whole * BLOCK], pool)
+        if to_pool:
+            in_pool.index_copy_(3, numbers, in_slots)
+        else:
+            torch.index_select(in_pool, 3, numbers, out=in_slots)
+        runs = [(whole, 1)] if length % BLOCK else []
+    for index, count in runs:
+        begin, end, first = index * BLOCK, min((index + count) * BLOCK, length), places[index] * BLOCK
+        of_slots, of_pool = slots[:, :, :, begin:end], pool[:, :, :, first : first + end - begin]
+        store(*((of_pool, of_slots) if to_pool else (of_slots, of_pool)))
+
+
+def _runs(places: Sequence[int]) -> list[tuple[int, int]]:
+    """The runs of neighbouring places, each as the index of its first one and their number."""
+    if places == [*range(places[0], places[0] + len(places))]:
+        return [(0, len(places))]
+    groups = itertools.groupby(range(len(places)), lambda index: places[index] - index)
+    return [(run[0], len(run)) for run in ([*group] for _, group in groups)]
+
+
+def _wide_blocks(*tensors: Tensor) -> list[Tensor]:
+    """Views [layers, 2, kv_heads, blocks, any] of [layers, 2, kv_heads, slots, head_dim], with elements of 16 bytes if
+    that is possible for all of them."""
+    blocks = [tensor.unflatten(3, (-1, BLOCK)).flatten(4) for tensor in tensors]
+    ratio = torch.complex128.itemsize // blocks[0].dtype.itemsize
+    return (
+        [each.view(torch.complex128) for each in blocks] if all(is_aligned(each, ratio) for each in blocks) else blocks
+    )
 
 
 def _paddings(input_ids: Tensor, keep: Tensor | None, positions: Tensor | None) -> list[int] | str:
     """Masked tokens before each prompt; or why the prompts' keys and values depend on more than ids and positions."""
     rows, length = input_ids.shape
+    if keep is None and positions is None:
+        return [0] * rows
     slots, counts = torch.arange(length, device="cpu"), torch.full((rows,), length, device="cpu")
     if keep is not None:
         kept = keep[:, :length].cpu().bool()

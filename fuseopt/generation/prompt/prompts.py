@@ -37,13 +37,16 @@ def run_forward(
     padded = prompt_length_for(prompts, length, state.device) if captures else None
     if padded is not None and state.start and state.start + padded > state.sizes.capacity:
         padded = None
-    state.may_pad, state.start_varies = padded is not None, padded is not None and any_start
-    if state.start_varies:
+    state.may_pad, state.start_varies = padded is not None, False
+    if padded is None:
+        forward(state, length, masked)
+        return ""
+    prompt = PromptWork(forward, state, padded, masked)
+    if any_start and not graphs.repeats_start(prompt):
+        state.start_varies = True
         state.start_slot.fill_(state.start)
-    if padded is not None:
-        return graphs.run_prompt(PromptWork(forward, state, padded, masked))
-    forward(state, length, masked)
-    return ""
+        prompt = PromptWork(forward, state, padded, masked)
+    return graphs.run_prompt(prompt)
 
 
 def run_tokens(
@@ -112,7 +115,7 @@ def store(cache: Tensor, vectors: Tensor, counts: Tensor | None = None) -> None:
     """
     wide = torch.complex128
     ratio = wide.itemsize // vectors.dtype.itemsize
-    if cache.dtype is vectors.dtype and _is_aligned(cache, ratio) and _is_aligned(vectors, ratio):
+    if cache.dtype is vectors.dtype and is_aligned(cache, ratio) and is_aligned(vectors, ratio):
         cache, vectors = cache.view(wide), vectors.view(wide)
     if counts is None:
         cache.copy_(vectors)
@@ -120,6 +123,7 @@ def store(cache: Tensor, vectors: Tensor, counts: Tensor | None = None) -> None:
         torch.where(counts, vectors, cache.new_zeros(()), out=cache)
 
 
-def _is_aligned(vectors: Tensor, to: int) -> bool:
+def is_aligned(vectors: Tensor, to: int) -> bool:
+    """Whether vectors in the last dimension, and their distances, are multiples of `to` elements."""
     *outer, innermost = vectors.stride()
     return innermost == 1 and not any(number % to for number in (*outer, vectors.shape[-1], vectors.storage_offset()))

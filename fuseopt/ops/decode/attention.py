@@ -254,7 +254,9 @@ def _backend(
         return registry.pick_without_gradient("decode_attention", backend, (query.dtype,), query, keys, values, *others)
     if backend == "auto" and query.is_cuda and not quantized_heads.is_head_dim_of_kernel(query.shape[2]):
         return "reference"
-    return registry.pick_without_gradient(quantized_heads.OP, backend, (query.dtype,), query, *scales, *others)
+    return registry.pick_without_gradient(
+        quantized_heads.EIGHT_BIT_ATTENTION, backend, (query.dtype,), query, *scales, *others
+    )
 
 
 def _dequantised(
@@ -307,7 +309,7 @@ registry.register(
 )
 registry.register(
     registry.Op(
-        name=quantized_heads.OP,
+        name=quantized_heads.EIGHT_BIT_ATTENTION,
         raw=("decode_attention", "decode_attention_"),
         function=decode_attention,
         reference=decode_attention_reference,

@@ -14,7 +14,7 @@ from fuseopt.ops import registry
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Dtype of a quantised cache -> the largest number that `quantize_heads` stores."""
 
-OP = "decode_attention_of_8_bits"
+EIGHT_BIT_ATTENTION = "decode_attention_of_8_bits"
 """`decode_attention` and `decode_attention_` over such caches, in the registry."""
 
 

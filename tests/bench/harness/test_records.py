@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -37,6 +38,26 @@ def test_a_file_gives_the_same_table(results, tmp_path):
     results.save(path)
     assert Results.load(path).to_markdown() == results.to_markdown()
     assert list(json.loads(path.read_text())) == ["benchmark", "machine", "versions", "date", "commit", "rows", "unit"]
+
+
+def test_long_paths_are_cut_to_the_width_of_the_terminal_but_not_in_the_file(results, tmp_path, monkeypatch):
+    folder = "/a/folder/of/" + "models/" * 20 + "gpt2-own"
+    rows = tuple(replace(row, case=f"{folder}, 8 x 128, float32") for row in ROWS)
+    long, path = replace(results, rows=rows), tmp_path / "long.json"
+    assert len(long.to_markdown().splitlines()[2]) > 200 and folder in long.to_markdown()
+    for columns, width in ((None, 120), ("132", 132)):
+        monkeypatch.delenv("COLUMNS", raising=False)
+        if columns is not None:
+            monkeypatch.setenv("COLUMNS", columns)
+        _, table = long.for_terminal().split("\n\n")
+        assert {len(line) for line in table.splitlines()} == {width}
+        cell = table.splitlines()[2].split("|")[1]
+        assert re.fullmatch(r" /a/fold.*\.\.\..*gpt2-own, 8 x 128, float32 ", cell)
+    long.save(path)
+    assert {row.case for row in Results.load(path).rows} == {row.case for row in rows}
+    monkeypatch.setenv("COLUMNS", "20")  # too narrow for the numbers: a path stays legible
+    assert " /a/folde.../gpt2-own, 8 x 128, float32 " in long.for_terminal()
+    assert results.for_terminal() == results.to_markdown()
 
 
 def test_a_row_is_a_line_that_says_what_there_is_to_say(results, tmp_path):

@@ -12,12 +12,12 @@ from fuseopt import ops
 from fuseopt.bench.harness.architectures import random_model
 from fuseopt.generation.engine import attention, layers, residual_stream
 from fuseopt.generation.engine.attention import StepAttention
+from fuseopt.generation.engine.l2_prefetch import plan_l2_prefetch
 from fuseopt.generation.engine.layers import (
     Linear,
     Norm,
     linear,
     linear_of,
-    plan_l2_prefetch,
 )
 from fuseopt.generation.engine.residual_stream import ResidualStream
 from fuseopt.generation.engine.state import DecodeState, Sizes

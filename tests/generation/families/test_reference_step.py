@@ -131,9 +131,14 @@ def step_logits(
 @pytest.mark.parametrize("family", [*DECODERS, *ENCODER_DECODERS])
 @torch.no_grad()
 def test_the_step_gives_what_the_reference_does(
-    family: str, rows: int, stored: torch.dtype | None, each_device: torch.device
+    family: str,
+    rows: int,
+    stored: torch.dtype | None,
+    each_device: torch.device,
+    set_tuned: Callable[[str, int], None],
 ) -> None:
     """On a GPU by the kernels; `stored` for keys and values in 8 bits."""
+    set_tuned("decode_attention_8_bit_bytes", 0)
     model = randomised((DECODERS | ENCODER_DECODERS)[family]())
     step_class, encodes = step_of(model), model.config.is_encoder_decoder
     generator = torch.Generator().manual_seed(2)
@@ -170,8 +175,11 @@ def test_the_step_gives_what_the_reference_does(
     ids=["llama", "gemma3", "gpt2", "t5"],
 )
 @torch.no_grad()
-def test_kernels_read_a_cache_in_8_bits(make: Callable[[], nn.Module], stored: torch.dtype) -> None:
+def test_kernels_read_a_cache_in_8_bits(
+    make: Callable[[], nn.Module], stored: torch.dtype, set_tuned: Callable[[str, int], None]
+) -> None:
     """In bfloat16, whose own rounding of the other numbers is as large as that to 8 bits."""
+    set_tuned("decode_attention_8_bit_bytes", 0)
     model = randomised(make()).cuda().bfloat16()
     prompt, tokens = torch.randint(3, tiny.VOCAB, (3, 5)).cuda(), torch.randint(3, tiny.VOCAB, (3, 4)).cuda()
     encoded = None

@@ -15,6 +15,7 @@ import fuseopt
 from fuseopt.generation.engine import prompt_attention
 from fuseopt.generation.engine.graphs import StepGraphs
 from fuseopt.generation.engine.state import CacheShape, DecodeState, Sizes
+from fuseopt.generation.families import spec_step
 from fuseopt.generation.families.spec_step import SpecStep
 from fuseopt.generation.prompt import prefill, prefix_cache
 from fuseopt.generation.prompt import prompts as prompts_module
@@ -469,7 +470,9 @@ def test_equal_blocks_after_others_are_others():
     assert run((16, 1), (16, 2), (1, 0)) == 0 and len(run.cache) == 2
 
 
-def test_fragmented_places_are_copied_in_order():
+@pytest.mark.parametrize("most_copies", [0, 3, 99])
+def test_fragmented_places_are_copied_in_order(most_copies, monkeypatch):
+    monkeypatch.setattr(prefix_cache, "_MOST_COPIES", most_copies)
     run, generator = Prompts(7), torch.Generator("cpu").manual_seed(0)
     kept = 0
     for _ in range(60):
@@ -519,7 +522,8 @@ def flash_attention(query, key, value, queries_begin, keys_begin, longest, most,
 @pytest.mark.parametrize("each_device", ["cpu"], indirect=True)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "opt"])
 def test_one_captured_prompt_serves_any_start(name, as_on_gpu, monkeypatch):
-    monkeypatch.setattr(prompt_attention, "_has_flash", lambda cache: True)
+    for module in (prompt_attention, spec_step):
+        monkeypatch.setattr(module, "reads_start_on_device", lambda state, attentions: True)
     monkeypatch.setattr(prompt_attention, "_flash_attention", flash_attention)
     keys, run = [], StepGraphs.run_prompt
     monkeypatch.setattr(StepGraphs, "run_prompt", lambda graphs, prompt: keys.append(prompt.key) or run(graphs, prompt))
@@ -530,8 +534,13 @@ def test_one_captured_prompt_serves_any_start(name, as_on_gpu, monkeypatch):
         inputs = prompts(*([(first, row[0][1]), (new, first)] for row in rows))
         for _ in range(2):
             assert_same_tokens(generate(model, inputs, max_new_tokens=3), generate(stock, inputs, max_new_tokens=3))
-    # Starts 64, 48 and 32 with 17 to 31 tokens, 16 with 13, and others with one.
-    assert len({key for key in keys if key[2] == 32}) == 1 and sum(key[2] == 32 for key in keys) >= 3
+    # The starts 64, 48 and 32 with 17 to 31 tokens, once each.
+    assert [key[-1] for key in keys if key[2] == 32] == [None] * 3 and len({key for key in keys if key[2] == 32}) == 1
+    del keys[:]
+    for new in (18, 20, 22):
+        inputs = prompts([(64, 1), (new, 90 + new)], [(64, 5), (new, 90 + new)])
+        assert_same_tokens(generate(model, inputs, max_new_tokens=3), generate(stock, inputs, max_new_tokens=3))
+    assert [key[-1] for key in keys] == [64] * 3, "a start that repeats has a captured prompt of its own"
 
 
 @pytest.mark.gpu
@@ -541,14 +550,15 @@ def test_one_graph_serves_any_start(name):
     model = MODELS[name]().bfloat16()
     judge, stock = copy.deepcopy(model).double(), copy.deepcopy(model)
     fuseopt.initialize(model, CONFIG)
-    for first, new in ((112, 2), (80, 17), (64, 17), (48, 25), (32, 31), (96, 20)):
-        inputs = prompts([(first, 1), (new, first)], [(first, 5), (new, first + 1)])
+    for first, new in ((112, 2), (80, 17), (64, 17), (48, 25), (32, 31), (96, 20), (64, 18), (64, 19), (64, 20)):
+        seed = 100 * first + new
+        inputs = prompts([(first, 1), (new, seed)], [(first, 5), (new, seed + 50)])
         got, by_torch, right = (generate(each, inputs, max_new_tokens=1)[0].logits[0] for each in (model, stock, judge))
         assert (got - right).abs().max() <= 2 * (by_torch - right).abs().max() + 1e-2
         if first < 80:
             assert f"{2 * first} prompt tokens from the prefix cache" in last_note(model)
-    lengths = [key[2] for key in model.generate.graphs._prompts]
-    assert lengths.count(32) == 1, "one graph for all starts"
+    starts = [key[-1] for key in model.generate.graphs._prompts if key[2] == 32]
+    assert starts == [None, 64], "one graph for all starts, and one for that which repeats"
 
 
 @pytest.mark.parametrize("each_device", ["cpu"], indirect=True)

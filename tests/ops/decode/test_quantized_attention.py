@@ -18,7 +18,7 @@ from fuseopt.ops import (
     registry,
 )
 from fuseopt.ops.decode.head_rotation import HeadRotation
-from fuseopt.ops.decode.quantized_heads import LARGEST, OP
+from fuseopt.ops.decode.quantized_heads import EIGHT_BIT_ATTENTION, LARGEST
 from tests.ops.cases import RawCalls, error, examples, to_float64
 from tests.ops.decode.test_grouped_attention import rotary_table
 
@@ -134,7 +134,7 @@ def _threads(count: int) -> Iterator[None]:
 
 @pytest.fixture
 def needs_the_library() -> None:
-    if registry.pick(OP, "auto", torch.device("cpu"), (torch.float32,)) != "cpu":
+    if registry.pick(EIGHT_BIT_ATTENTION, "auto", torch.device("cpu"), (torch.float32,)) != "cpu":
         pytest.skip("the CPU library is not loaded")
 
 

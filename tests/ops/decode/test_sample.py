@@ -331,6 +331,21 @@ def test_draws_the_generators_numbers(rows: int, vocabulary: int, filters: Sampl
         assert torch.equal(state["ids"], expected["ids"]) and random[2].item() == step + 1
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("filters", [SamplingFilters(), SamplingFilters(top_p=0.999)], ids=str)
+def test_smallest_numbers_are_those_of_torch(filters: SamplingFilters) -> None:
+    """Among a million equal logits the smallest number decides: torch's fast logarithm is far from the exact one."""
+    device = torch.device("cuda")
+    generator, logits = torch.Generator(device).manual_seed(7), torch.zeros(8, 1_000_003, device=device)
+    random = torch.tensor([7, 0, 0], device=device)
+    state, expected = state_of(8, 0, [], device), state_of(8, 0, [], device)
+    for _ in range(8):
+        divisors = torch.empty(logits.shape, device=device).exponential_(generator=generator)
+        decode_sample_(logits, divisors, *expected.values(), filters=filters, backend="cuda")
+        decode_sample_(logits, None, *state.values(), filters=filters, random=random, backend="cuda")
+    assert torch.equal(state["ids"], expected["ids"])
+
+
 @needs_sm90
 @pytest.mark.gpu
 @pytest.mark.parametrize(

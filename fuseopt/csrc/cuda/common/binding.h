@@ -18,6 +18,7 @@
 
 #include "arguments.h"
 #include "cuda/common/launchers.h"
+#include "new_tensor.h"
 
 namespace fuseopt {
 
@@ -137,24 +138,9 @@ inline void check_same(const char* op, const char* name, const Tensor& tensor, c
   FUSEOPT_CHECK(same, "fuseopt::", op, ": ", name, " has not the shape of the input");
 }
 
-// An uninitialised contiguous tensor on the device of `like`. It uses the C interface, because torch::stable::new_empty
-// goes through the dispatcher and costs several times as much.
+// An uninitialised contiguous tensor on the device of `like`.
 inline Tensor allocate(const Tensor& like, IntHeaderOnlyArrayRef sizes, ScalarType type) {
-  constexpr size_t kMaxDims = 64;  // as in most of torch's own kernels
-  FUSEOPT_CHECK(sizes.size() <= kMaxDims, "fuseopt: a tensor of ", sizes.size(), " dimensions; at most ", kMaxDims);
-  int64_t strides[kMaxDims];
-  int64_t stride = 1;
-  for (size_t dim = sizes.size(); dim-- > 0;) {
-    strides[dim] = stride;
-    stride *= std::max<int64_t>(sizes[dim], 1);
-  }
-  AtenTensorHandle handle = nullptr;
-  const auto status = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides, number_of(type),
-                                               aoti_torch_device_type_cuda(), like.get_device_index(), &handle);
-  // Begins like torch's message, which callers search for before they retry with a smaller batch.
-  FUSEOPT_CHECK(status == TORCH_SUCCESS, "CUDA out of memory. fuseopt tried to allocate a tensor of ", stride,
-                " elements of ", type);
-  return Tensor(handle);
+  return new_tensor(sizes, number_of(type), aoti_torch_device_type_cuda(), like.get_device_index());
 }
 
 inline Tensor allocate_like(const Tensor& like, ScalarType type) {

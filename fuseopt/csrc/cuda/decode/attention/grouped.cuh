@@ -126,11 +126,18 @@ __global__ void __launch_bounds__(kMaxGroupedWarps* kWarpSize, kDims > 128 ? 1 :
   const auto fetch = [&](Tiles& tiles, int base, unsigned ancestor) {
     const int place = base + Tile::own_key();
     const int64_t from = static_cast<int64_t>(place) * head_dim + Tile::own_piece() * kPieceDims;
+    const int there = has_piece ? written - place : 0;
+    // Without an ancestry nothing has to be exchanged. TUNED: int8, 16 rows of 8192 keys of 8 heads of 128: 69.7 and 66.0 us;
+    // 16 rows of 2048 keys of 8 heads of 64: 18.2 and 17.2 (bdb7a21d).
+    if (kIsQuantized && attention.ancestry == nullptr && gridDim.z == 1) {
+      const auto offset_of = [&](int key) { return int64_t(key) * head_dim; };
+      Tile::fetch(tiles, key_cache + from, value_cache + from, there, offset_of, policy);
+      return;
+    }
     const auto offset_of = [&](int key) {
       const unsigned source = __shfl_sync(kFullWarp, ancestor, key + Tile::own_key());
       return static_cast<int>(source - row) * row_size + key * head_dim;
     };
-    const int there = has_piece ? written - place : 0;
     if (gridDim.z == 1) Tile::fetch(tiles, key_cache + from, value_cache + from, there, offset_of, policy);
     else Tile::fetch(tiles, key_cache + from, value_cache + from, there, offset_of);
   };

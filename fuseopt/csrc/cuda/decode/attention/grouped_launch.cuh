@@ -82,9 +82,12 @@ GroupedShape grouped_shape(const DecodeAttention& attention) {
   // One row of 32768 keys, behind a layer: 1 head of keys of 256 dimensions: 16.8 us with 128 blocks of 8 warps, 12.8 with
   // 4 warps of 3 stages; 2 heads of 64: 8.9 with 128 blocks, 6.7 with 66 of 3 stages; 8 heads: 33 blocks are best (5b3e12e).
   // Elements of 8 bits take twice the arithmetic a byte, so 8 warps a multiprocessor are too few if heads have 64 dimensions:
-  // int8, 16 rows of 16384 keys, 8 heads: 119 us with one block of two stages a head, 72 with two, which leave parts; of 128
-  // dimensions, 8192 keys: 67 and 72 us (2026-11-30).
+  // int8, 16 rows of 16384 keys, 8 heads: 125 us with one block of two stages a head, 69 with a cluster of two; 2048 keys: 18
+  // and 14.6 us. 16 rows of 1024 keys, 12 heads: 11.1 us with one stage, 9.6 with two (bdb7a21d).
   constexpr bool kTakesMoreWarps = Memory::kIsQuantized && kDims == 64;
+  // So many warps fit on a multiprocessor. TUNED: int8, heads of 64, 64 rows of 1024 keys of 8 heads: 23.6 us with 8 warps a
+  // head, 19.7 with 4; 16 rows of 256 keys of 12 heads: 4.9 with 8, 5.7 with 4 (bdb7a21d).
+  constexpr int64_t kResidentWarps = kDims > 128 ? 8 : 16;
   constexpr int64_t kLongTiles = 128, kFewTiles = 16;
   constexpr unsigned kManyParts = 64;
   static_assert(Memory::fixed_bytes() + kMaxGroupedWarps / 2 * sizeof(typename Memory::Tiles) <= kLeastSharedBytesOfSm80);
@@ -95,11 +98,16 @@ GroupedShape grouped_shape(const DecodeAttention& attention) {
   GroupedShape shape{kMaxGroupedWarps, 1, 1, false};
   while (shape.warps > 1 && (!fits(shape) || shape.warps / 2 >= tiles)) shape.warps /= 2;
   if (units > processors) {
-    if (tiles <= kFewTiles) shape.warps = std::min(shape.warps, 4u);
+    if constexpr (Memory::kIsQuantized) {
+      while (shape.warps > 2 && units * shape.warps > kResidentWarps * processors) shape.warps /= 2;
+    } else if (tiles <= kFewTiles) {
+      shape.warps = std::min(shape.warps, 4u);
+    }
+    if (const GroupedShape two{shape.warps, 1, 2, false}; kTakesMoreWarps && shape.warps < tiles && fits(two)) return two;
     return shape;
   }
-  if (const GroupedShape two{kMaxGroupedWarps, 2, 2, true};
-      kTakesMoreWarps && tiles >= kLongTiles && units * 2 > processors && fits(two)) {
+  if (const GroupedShape two{kMaxGroupedWarps, 2, 2, !is_sm90_or_newer()};
+      kTakesMoreWarps && units * 2 > processors && tiles >= (two.leaves_parts ? kLongTiles : 2 * kFewTiles) && fits(two)) {
     return two;
   }
   const int64_t long_tiles = is_sm90_or_newer() ? kLongTiles : 2 * shape.warps;  // elsewhere there are no clusters

@@ -3,12 +3,13 @@
 
 #include "cuda/decode/linear/dispatch.cuh"
 #include "cuda/decode/linear/low_bit/packed_kernel.cuh"
+#include "cuda/decode/linear/low_bit/packed_row.cuh"
 
 namespace fuseopt {
 
 // Which kernel, and in which shape; zeros leave it to the plan.
 struct PackedChoice {
-  enum Kernel { kBest, kHeld, kBulkRing, kAsyncRing, kFoldedRing };
+  enum Kernel { kBest, kHeld, kBulkRing, kAsyncRing, kFoldedRing, kRow, kRowHeld };
   int kernel = kBest;
   int split = 0;  // ring: warps that share K of a strip; held: tiles of 8 outputs in a strip
   int units = 0;  // lines of 16 outputs in a strip
@@ -142,6 +143,13 @@ template <typename T, int kBits>
 cudaError_t launch_packed_linear(const DecodeLinear& layer, const PackedShape& shape, const PackedChoice& choice, cudaStream_t stream) {
   cudaError_t error = cudaErrorNotSupported;
   if (!suits_mma<T>(layer) || compute_capability_major() < 8) return error;
+  const bool is_row = choice.kernel >= PackedChoice::kRow;
+  if (is_row || (choice.kernel == PackedChoice::kBest && takes_packed_row<T>(layer) && prefers_packed_row(layer, shape))) {
+    PackedRowPlan plan(layer, shape, kBits, choice.units, choice.split, choice.stages, choice.blocks);
+    if (is_row) plan.is_held = choice.kernel == PackedChoice::kRowHeld;
+    if (takes_packed_row<T>(layer) && plan.fits()) return launch_packed_row<T, kBits>(layer, shape, plan, stream);
+    if (is_row) return error;
+  }
   const bool is_held = choice.kernel == PackedChoice::kHeld || (choice.kernel == PackedChoice::kBest && !exceeds_registers(layer));
   if (is_held) {
     const bool is_launched = layer.rows > kHalfRows ? launch_held<T, kBits, 2>(layer, shape, choice.split, stream, error)
