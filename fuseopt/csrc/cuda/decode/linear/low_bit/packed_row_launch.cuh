@@ -108,6 +108,7 @@ bool launch_packed_row(const DecodeLinear& layer, const PackedShape& shape, cuda
                              : plan.loads <= 4 && launch.template operator()<4>();
   };
   const auto with_norm = [&]<int kLines, int kWarps, int kHeld, bool kRing>() {
+    // TUNED: with the kernel: a held weight leaves registers for one load of the row, others for two (1e30d679).
     constexpr int kMostLoads = kHeld > 0 ? 1 : 2;
     if constexpr (kHasNorms) {
       if (layer.norm == kLayerNorm) return with_loads.template operator()<kLines, kWarps, RowNorm::kLayer, kHeld, kRing, kMostLoads>();
