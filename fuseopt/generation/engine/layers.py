@@ -124,7 +124,7 @@ class Linear:
 
     def multiplied(self) -> tuple[Tensor, ...]:
         """The weights to multiply with: `weights`, or new tensors of their dtype, dequantised."""
-        if not self.low_bit:
+        if not self.low_bit or self.has_unquantised:
             return self.weights
         return tuple(
             dequantize_packed(low) if isinstance(low, PackedWeight) else dequantize(low, weight.dtype)
