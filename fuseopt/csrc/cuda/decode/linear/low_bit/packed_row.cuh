@@ -27,8 +27,8 @@ struct PackedRowLayer : MmaLayer<T> {
   bool is_gated;
 };
 
-// TUNED: with the kernel; more stages than fit beside another block were not measured (1e30d679).
-constexpr int kMostRingStages = 8;
+// TUNED: with the kernel: 3 and 4 stages are no faster (docs/lab-notes/2026-11-30-one-row-of-packed-weights.md).
+constexpr int kRingStages = 2;
 
 // How the calling lane multiplies a row with units of a line.
 template <typename T, int kBits>
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kWarps == 16 || kLines == 4
   // Factors [chunks][kFactors][4] pieces, of a LayerNorm x * g in two parts, g and b; sums [kWarps][kPlaces]; of a norm,
   // each lane's deviations; weights [kWarps][stages][kLines][stage_blocks].
   extern __shared__ __align__(kRingAlignment) char row_shared[];
-  __shared__ Arrivals arrivals[kWarps][kRing ? kMostRingStages : 1];
+  __shared__ Arrivals arrivals[kWarps][kRing ? kRingStages : 1];
   __shared__ __align__(16) Sum sums_of[kWarps * kPlaces];
   __shared__ Deviations deviations_of[kHasNorm ? kWarps * kWarpSize : 1];
   const int of_line = layer.stage_blocks * shape.block_bytes, stage_bytes = kLines * of_line;
