@@ -186,3 +186,44 @@ def test_a_chain_of_dependent_launches() -> None:
     for _ in range(5):
         graph.replay()
         assert torch.equal(actual, expected)
+
+
+@pytest.mark.skipif("torch.cuda.get_device_capability() < (9, 0)")
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(
+    ("bits", "norm", "gated", "outputs", "inputs"),
+    [
+        (8, "rms_norm", False, 3080, 2048),  # some of the weight in registers
+        (4, "layer_norm", False, 4805, 1600),
+        (8, None, False, 1600, 6400),
+        (4, None, False, 2040, 8192),
+        (8, None, False, 4096, 4096),  # all of it in shared memory
+        (4, "rms_norm", False, 6144, 4096),
+        (4, "gemma_rms_norm", True, 8190, 2048),
+        (8, None, True, 3000, 1024),
+        (8, "layer_norm", False, 2500, 5120),
+        (8, "rms_norm", False, 40_000, 1024),
+        (8, "rms_norm", False, 6144, 4096),  # through rings
+        (8, "rms_norm", True, 8200, 2048),
+        (8, None, False, 4090, 14_336),
+    ],
+)
+def test_one_row(bits: int, norm: str | None, gated: bool, outputs: int, inputs: int, zeros: bool) -> None:
+    if bits == 8 and zeros:
+        pytest.skip("8 bits have no zero points")
+    torch.manual_seed(0)
+    dtype = torch.bfloat16
+    group = 128 if inputs % 128 == 0 else 64
+    weights = [random_weight(outputs, inputs, bits, group, zeros, dtype) for _ in range(1 + gated)]
+    x, of_norm = torch.randn(3, 1, inputs, device="cuda", dtype=dtype), {}
+    if norm is not None:
+        of_norm = {"norm": norm, "norm_weight": torch.randn(inputs, device="cuda", dtype=dtype)}
+    if norm == "layer_norm":
+        of_norm["norm_bias"] = torch.randn(inputs, device="cuda", dtype=dtype)
+        x[1] += 40  # far from zero: sums of squares say little of the deviations
+    options = of_norm | {"gated": gated, "activation": "silu" if gated else None}
+    options["residual"] = torch.randn(1, outputs, device="cuda", dtype=dtype)
+    for row in x:
+        assert layer_error(row, weights, **options, pdl=True) <= 8
+    names = launched_kernels(lambda: decode_packed_linear(x[0], weights, **options, pdl=True, backend="cuda"))
+    assert len(names) == 1 and "decode_packed_row_kernel" in names[0]
