@@ -30,10 +30,10 @@ def elementwise(name: str, expression: str, scalars: Sequence[str] = (), *, redu
     the tensors' promoted dtype. A comparison is 1 or 0 where a number belongs. On a GPU one Triton kernel runs each
     direction, and where a tensor is float64, PyTorch, in float64. On a CPU a C++ kernel runs each direction, in float64
     where a tensor is. It is compiled once per machine, in seconds and with a line on stderr, in the first eager call
-    that has a tensor of 16384 elements or names `backend="cpu"`. PyTorch runs smaller calls until then, those under
-    torch.compile, and all calls where there is no C++ compiler or FUSEOPT_NO_BUILD forbids compiling. The op has
-    samples: tensors of one shape, and one of them a row; `samples` gives others. For `bench`, each operation and each
-    function of the expression counts as one floating-point operation.
+    that has a tensor of 16384 elements or names `backend="cpu"`. PyTorch runs smaller calls until then, or with a
+    gradient, those under torch.compile, and all calls where there is no C++ compiler or FUSEOPT_NO_BUILD forbids
+    compiling. The op has samples: tensors of one shape, and one of them a row; `samples` gives others. For `bench`,
+    each operation and each function of the expression counts as one floating-point operation.
 
     Args:
         name: "namespace::name", in a namespace of your own.
@@ -60,13 +60,15 @@ def elementwise(name: str, expression: str, scalars: Sequence[str] = (), *, redu
         raise OpError(f"{name}: an argument cannot be called 'backend', by which a call names one; rename it")
 
     def compute(*arguments: Any) -> Tensor:
-        given = dict(zip((*tensors, *scalars), arguments, strict=True))
-        present = [given[each] for each in tensors]
-        dtype = compute_dtype(*present)
-        wide = {each: t.to(dtype) if t.is_floating_point() else t for each, t in given.items() if each in tensors}
-        like = torch.empty((), dtype=dtype, device=present[0].device)
-        result = functools.reduce(torch.promote_types, (t.dtype for t in present))
-        return computed(tree, {**given, **wide}, like).to(result)
+        present = arguments[: len(tensors)]
+        dtype, result = compute_dtype(*present), present[0].dtype
+        for tensor in present[1:]:
+            if tensor.dtype != result:
+                result = torch.promote_types(result, tensor.dtype)
+        wide = [t.to(dtype) if t.dtype != dtype and t.is_floating_point() else t for t in present]
+        values = dict(zip((*tensors, *scalars), (*wide, *arguments[len(tensors) :]), strict=True))
+        output: Tensor = computed(tree, values, dtype, present[0].device)
+        return output if output.dtype == result else output.to(result)
 
     op = Op(name, _annotated(name, expression, compute, tensors, scalars))
     kernels = _Kernels(expression, tuple(tensors), tuple(scalars), reduce_grad)
@@ -187,12 +189,16 @@ class _CppKernels:
         return kernels
 
     def is_worth_it(self, *arguments: Any) -> bool | str:
-        """For `in_eager`: a small call does not wait for a compilation."""
+        """For `in_eager`: a small call does not wait for a compilation, and its backward is faster by PyTorch."""
+        tensors = arguments[: self._tensors]
         if self._is_built is None:
             self._is_built = not isinstance(cpu_expression.kernels_of(*self._description, may_build=False), str)
-        if self._is_built or any(tensor.numel() >= _ELEMENTS_FOR_CPP for tensor in arguments[: self._tensors]):
+        if self._is_built and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
             return True
-        return f"below {_ELEMENTS_FOR_CPP} elements only once it is compiled, or where it is named"
+        is_large = any(tensor.numel() >= _ELEMENTS_FOR_CPP for tensor in tensors)
+        return (
+            is_large or f"below {_ELEMENTS_FOR_CPP} elements only compiled and without gradient, or where it is named"
+        )
 
     def takes(self, *arguments: Any) -> bool | str:
         """For `supports`."""

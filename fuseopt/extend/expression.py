@@ -237,28 +237,28 @@ def inputs_of(node: Node) -> Iterator[str]:
     return iter(seen)
 
 
-def computed(node: Node, values: Mapping[str, Any], like: torch.Tensor) -> Any:
+def computed(node: Node, values: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
     """The expression by torch.
 
     Args:
-        like: of the device and dtype that numbers get where torch takes tensors alone.
+        dtype, device: of the tensors that numbers become where torch takes tensors alone.
     """
     if node.kind == "input":
         return values[node.value]
     if node.kind == "number":
         return node.value
-    operands = [computed(operand, values, like) for operand in node.of]
+    operands = [computed(operand, values, dtype, device) for operand in node.of]
     if node.kind not in _OF_NUMBERS and not any(isinstance(operand, torch.Tensor) for operand in operands):
-        operands[0] = _as_tensor(operands[0], like)
+        operands[0] = _as_tensor(operands[0], dtype, device)
     if node.kind in _OF_TENSORS:
-        operands = [_as_tensor(operand, like) for operand in operands]
+        operands = [_as_tensor(operand, dtype, device) for operand in operands]
     return OPERATIONS[node.kind].torch(*operands)
 
 
-def _as_tensor(value: Any, like: torch.Tensor) -> torch.Tensor:
+def _as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
-    return torch.full((), value, dtype=torch.bool if isinstance(value, bool) else like.dtype, device=like.device)
+    return torch.full((), value, dtype=torch.bool if isinstance(value, bool) else dtype, device=device)
 
 
 def derivatives(node: Node, names: Sequence[str]) -> dict[str, Node | None]:

@@ -1,5 +1,6 @@
 """Weights in 8 or 4 bits in the order in which the CUDA kernels read them."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ ALIGNMENT = 8
 """The number of inputs must be a multiple of this: kernels load as many values of a row at a time."""
 
 _LINE = 16  # outputs of a line
-_BYTE_ORDER = [0, 2, 1, 3]  # of 8 bits: `word >> 8 * i & 0x00ff00ff` is then the pair (2i, 2i + 1)
 _BLOCK = {8: 64, 4: 128}  # inputs of a block
 _BLOCK_BYTES = 1024  # of its values
 _HEADER = 4 * _LINE  # bytes of a line's scales, with 8 bits
@@ -81,8 +81,9 @@ def pack_for_cuda(weight: LowBitWeight, dtype: torch.dtype) -> PackedWeight:
     more_outputs, more_inputs = lines * _LINE - outputs, blocks * _BLOCK[bits] - inputs
     of_lanes = (lines, 2, 8, blocks, 2)  # line, low or high output of a lane, lane // 4, block, unit
     if bits == 8:
-        words = F.pad(values, (0, more_inputs, 0, more_outputs)).view(*of_lanes, 4, 2, 4)[..., _BYTE_ORDER]
-        units = words.permute(0, 3, 4, 2, 5, 1, 6, 7).reshape(lines, -1)
+        # Bytes are in the order 0, 2, 1, 3: `word >> 8 * i & 0x00ff00ff` is then the pair (2i, 2i + 1).
+        words = F.pad(values, (0, more_inputs, 0, more_outputs)).view(*of_lanes, 4, 2, 2, 2)
+        units = words.permute(0, 3, 4, 2, 5, 1, 6, 8, 7).reshape(lines, -1)
         header = F.pad(scales.flatten().float(), (0, more_outputs)).view(lines, _LINE)
         return PackedWeight(torch.cat([_bytes(header), _bytes(units)], 1), outputs, inputs, 8, group, False, dtype)
     words = F.pad(values, (0, more_inputs // 8, 0, more_outputs), value=_EIGHTS).view(*of_lanes, 2, 4)
@@ -107,8 +108,8 @@ def unpacked(weight: LowBitWeight | PackedWeight) -> LowBitWeight:
     data, outputs, inputs, bits, group, has_zeros, dtype = weight
     lines, blocks = _counts(outputs, inputs, bits)
     if bits == 8:
-        units = data[:, _HEADER:].contiguous().view(torch.int8).view(lines, blocks, 2, 8, 4, 2, 2, 4)
-        values = units[..., _BYTE_ORDER].permute(0, 5, 3, 1, 2, 4, 6, 7).reshape(lines * _LINE, -1)
+        units = data[:, _HEADER:].contiguous().view(torch.int8).view(lines, blocks, 2, 8, 4, 2, 2, 2, 2)
+        values = units.permute(0, 5, 3, 1, 2, 4, 6, 8, 7).reshape(lines * _LINE, -1)
         scales = data[:, :_HEADER].contiguous().view(torch.float32).view(-1, 1)
         return LowBitWeight(values[:outputs, :inputs].contiguous(), scales[:outputs], None, 8, group)
     of_blocks = data.view(lines, blocks, -1)
@@ -121,6 +122,14 @@ def unpacked(weight: LowBitWeight | PackedWeight) -> LowBitWeight:
     )
     points = (zeros[0].float() - _MAGIC[dtype]).to(torch.uint8) if has_zeros else None
     return LowBitWeight(values[:outputs, : inputs // 8].contiguous(), scales, points, 4, group)
+
+
+def parts_of(weight: PackedWeight, most_bytes: int) -> Iterator[tuple[int, PackedWeight]]:
+    """Parts along the outputs, at most so large when dequantised, but of 16 outputs or more; and their first output."""
+    step = max(most_bytes // (max(weight.inputs, 1) * weight.dtype.itemsize) // _LINE, 1) * _LINE
+    for first in range(0, weight.outputs, step):
+        data = weight.data[first // _LINE : (first + step) // _LINE]
+        yield first, weight._replace(data=data, outputs=min(step, weight.outputs - first))
 
 
 def _counts(outputs: int, inputs: int, bits: int) -> tuple[int, int]:

@@ -48,7 +48,7 @@ def packs(each_device, request, monkeypatch):
     from fuseopt.generation.engine import low_bit
 
     # Tiny layers gain nothing.
-    monkeypatch.setattr(low_bit, "no_gain_reason", lambda layer, is_with_attention: None)
+    monkeypatch.setattr(low_bit, "no_gain_reason", lambda layer, bits, is_with_attention: None)
     if each_device.type == "cpu":
         request.getfixturevalue("as_on_gpu")
         # The strategies import from the engine, so they come first: what is imported now must not be a patch.

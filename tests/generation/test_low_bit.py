@@ -17,6 +17,7 @@ import fuseopt
 from fuseopt.errors import ConfigError
 from fuseopt.generation.families.reference_step import KeyValueCache, ReferenceDecoder
 from fuseopt.generation.tiers import Tier
+from fuseopt.ops.backends import assume_gpu
 from fuseopt.ops.low_bit import dequantize, quantize
 from tests import tiny
 from tests.generation.families.tiny_decoders import DECODERS, ENCODER_DECODERS
@@ -225,6 +226,14 @@ def test_the_plan_says_what_stays_and_why() -> None:
     assert "int8: 9 of 9 linear layers" in reason(tiny.gpt2(), "int8")
     assert "torch.float64" in reason(tiny.gpt2().double(), "int8")
     assert "matches no module" in reason(tiny.gpt2(), {"bits": 8, "exclude": ["lm_haed"]})
+    with assume_gpu((9, 0)):
+        assert "the CUDA kernel does not take torch.float32" in reason(tiny.gpt2(), "int8")
+        halves = reason(tiny.gpt2().half(), "int8")
+    assert (
+        "1 of 9 linear layers" in halves and "2 such as transformer.h.0.attn.c_attn not: one kernel computes" in halves
+    )
+    with assume_gpu((7, 5)):
+        assert "the CUDA kernel needs a GPU of compute capability 8.0, not 7.5" in reason(tiny.t5().half(), "int8")
     kept = reason(tiny.gpt2(), {"bits": 8, "keep": "cpu"})
     assert "int8: 9 of 9 linear layers" in kept and "`keep: 'cpu'` has no effect, as the weights are on no GPU" in kept
 

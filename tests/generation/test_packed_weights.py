@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fuseopt
 from fuseopt import ops
 from fuseopt.generation.engine import low_bit
-from fuseopt.generation.engine.layers import linear_of
+from fuseopt.generation.engine.layers import Linear, linear_of
 from fuseopt.generation.prompt.prefill import UNQUANTISED_PROMPT
 from fuseopt.ops.decode.packed_linear import most_fast_rows
 from fuseopt.ops.packed_weight import PackedWeight
@@ -107,7 +107,7 @@ def test_layers_that_gain_nothing_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(low_bit, "LEAST_TRANSPOSED", 32 * 128)
     choices = {}
     for keep in ("device", "cpu"):
-        model = fused(SWEPT["gpt2"]().half(), {"bits": 8, "keep": keep})
+        model = fused(SWEPT["gpt2"]().half(), {"bits": 4, "group": 32, "keep": keep})
         model.generate(**prompt(model, 1, 5, seed=3, padded=False), max_new_tokens=2)
         choices[keep] = {module.path for module in model.generate.checked.low_bit.modules()}
         reasons = " ".join(model.generate.report_lines())
@@ -115,16 +115,20 @@ def test_layers_that_gain_nothing_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ("attn.c_proj not: its kernel in 16 bits is as fast" in reasons) == (keep == "device")
     mlps = {f"transformer.h.{i}.mlp.{name}" for i in (0, 1) for name in ("c_fc", "c_proj")}
     assert choices["device"] == {*mlps, "lm_head"} and len(choices["cpu"]) == 9
-    assert NO_GAIN_REASON(linear_of(nn.Linear(8, 8)), True) is None  # stored as [N, K]
+    large = Linear((torch.ones(128, 64).T,))
+    assert NO_GAIN_REASON(large, 4, False) is None and "as fast" in NO_GAIN_REASON(large, 8, False)
+    assert NO_GAIN_REASON(linear_of(nn.Linear(8, 8)), 8, True) is None  # stored as [N, K]
 
 
 def test_a_layer_of_more_rows_than_its_kernel_is_fast_for_is_that_of_the_unquantised_model() -> None:
     model = fused(SWEPT["llama"]().half(), "int8")
     model.generate(**prompt(model, 1, 5, seed=3, padded=False), max_new_tokens=2)
     layer = model.generate.checked.step.spec.head
-    assert layer.most_low_bit_rows == most_fast_rows(*layer.weights[0].shape, 8) == 16
+    (weight,) = layer.weights
+    assert layer.most_low_bit_rows == most_fast_rows([len(weight)], weight.shape[1]) == 16
     assert layer.at(16) is layer and not layer.at(17).low_bit and layer.at(17).weights is layer.weights
-    assert [most_fast_rows(4096, k, bits) for k in (4096, 8192, 14_336) for bits in (8, 4)] == [16, 16, 8, 8, 4, 8]
+    layers = ([4096], [4000], [1024, 512], [1000, 400])
+    assert [most_fast_rows(outputs, 4096) for outputs in layers] == [32, 16, 32, 16]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -7,8 +7,9 @@ import torch
 
 from fuseopt import ops
 from fuseopt.errors import BackendError
+from fuseopt.ops.dequantize_packed import dequantize_packed
 from fuseopt.ops.low_bit import LowBitWeight, dequantize, pack, quantize
-from fuseopt.ops.packed_weight import pack_for_cuda, unpacked
+from fuseopt.ops.packed_weight import pack_for_cuda, parts_of, unpacked
 
 
 def _float(half: int, dtype: torch.dtype) -> float:
@@ -159,3 +160,11 @@ def test_a_layer_on_a_cpu(rows):
     output = ops.low_bit_linear(x, pack_for_cuda(weight, torch.float16), bias)
     expected = x.double() @ dequantize(weight, torch.float64).T + bias
     torch.testing.assert_close(output.double(), expected, rtol=2e-3, atol=2e-2)
+
+
+def test_parts_of_a_weight():
+    weight = quantize(torch.randn(100, 64).half(), 4, 32, False)
+    parts = list(parts_of(pack_for_cuda(weight, torch.float16), 40 * 64 * 2))
+    assert [(first, part.outputs) for first, part in parts] == [(0, 32), (32, 32), (64, 32), (96, 4)]
+    whole = torch.cat([dequantize_packed(part) for _, part in parts])
+    assert torch.equal(whole, dequantize(weight, torch.float16))

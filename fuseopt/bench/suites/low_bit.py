@@ -40,8 +40,9 @@ TEXTS = ("held-out.txt", "prompts.txt")
 """Files beside the checkpoints: one on which no checkpoint was trained, and one on which some were."""
 # Tokens of a line: the prompt, and the tokens after it, whose predictions are compared.
 _PROMPT, _COMPARED = 8, 16
-# Steps of more than 64 rows dequantise the weights, and would not run the kernels.
 _MOST_LINES = 48
+# Of a call: with more rows, steps on a GPU may read the unquantised weights, and those on a CPU dequantise them.
+_LINES_AT_A_TIME = {"cuda": 4, "cpu": 48}
 _ROUNDS = 5
 
 
@@ -228,9 +229,14 @@ class _Text:
             yield replace(found, kl=drift.kl, same_top=drift.same_top, note=_note(model))
 
 
-def _logits(model: nn.Module, prompt: Tensor, tokens: Tensor) -> Tensor:
+def _logits(model: nn.Module, prompts: Tensor, tokens: Tensor) -> Tensor:
+    lines = _LINES_AT_A_TIME.get(prompts.device.type, 1)
     with torch.no_grad():
-        return forced_logits(model, {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}, tokens)
+        parts = [
+            forced_logits(model, {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}, forced)
+            for prompt, forced in zip(prompts.split(lines), tokens.split(lines), strict=True)
+        ]
+    return torch.cat(parts)
 
 
 def _quantised_bytes(model: nn.Module) -> tuple[int, int]:

@@ -23,10 +23,11 @@ from fuseopt.modules.quantised_weight import QuantisedWeight
 from fuseopt.ops import registry
 from fuseopt.ops.decode.linear import ACTIVATIONS, FEW_ROWS, NORMS, is_fast
 from fuseopt.ops.decode.low_rank import updates
-from fuseopt.ops.decode.packed_linear import most_fast_rows
+from fuseopt.ops.decode.packed_linear import MOST_NORMALISED_ROWS, most_fast_rows
+from fuseopt.ops.dequantize_packed import dequantize_packed
 from fuseopt.ops.low_bit import MAX_ROWS as MOST_LOW_BIT_ROWS
 from fuseopt.ops.low_bit import LowBitWeight, dequantize
-from fuseopt.ops.packed_weight import PackedWeight, unpacked
+from fuseopt.ops.packed_weight import PackedWeight
 from fuseopt.tuning import tuned
 
 # A name in `ACTIVATIONS`, or a module that is called.
@@ -109,7 +110,7 @@ class Linear:
         """With more rows products read `weights`, if they are there, or `low_bit` dequantised."""
         first = self.low_bit[0]
         if isinstance(first, PackedWeight) and self.has_unquantised:
-            return most_fast_rows(sum(low.shape[0] for low in self.low_bit), first.inputs, first.bits)
+            return most_fast_rows([low.shape[0] for low in self.low_bit], first.inputs)
         return MOST_LOW_BIT_ROWS
 
     def at(self, rows: int) -> Linear:
@@ -123,10 +124,12 @@ class Linear:
 
     def multiplied(self) -> tuple[Tensor, ...]:
         """The weights to multiply with: `weights`, or new tensors of their dtype, dequantised."""
-        if not self.low_bit:
+        if not self.low_bit or self.has_unquantised:
             return self.weights
-        pairs = zip(self.low_bit, self.weights, strict=True)
-        return tuple(dequantize(unpacked(low), weight.dtype) for low, weight in pairs)
+        return tuple(
+            dequantize_packed(low) if isinstance(low, PackedWeight) else dequantize(low, weight.dtype)
+            for low, weight in zip(self.low_bit, self.weights, strict=True)
+        )
 
     def compute_in(self, dtype: torch.dtype) -> None:
         """Sets the dtype of a pre-quantised layer, whose module computes in the dtype of its input."""
@@ -291,6 +294,8 @@ def _normalises_before(input: Tensor, layer: Linear, norm: Norm) -> bool:
     if input.is_cpu:
         # For the reason that `normalised` gives.
         return norm.kind == "layer_norm"
+    if layer.low_bit and len(input) > MOST_NORMALISED_ROWS:
+        return True  # the kernel for more rows has no norm
     if norm.kind == "layer_norm" and input.dtype is torch.float32 and len(input) > FEW_ROWS:
         return True  # its kernel for more rows has no LayerNorm
     return len(layer.weights) == 1 and len(input) > tuned("decode_linear_max_rows_to_normalise", input.device)
@@ -315,9 +320,10 @@ def _by_library(
     input: Tensor, layer: Linear, activation: Activation | None, gated: bool, residual: Tensor | None
 ) -> Tensor:
     """`linear` without a norm, by the BLAS library with its epilogues where they fit."""
-    weight, *others = layer.multiplied()
-    bias = layer.biases[0] if layer.biases else None
-    is_plain = layer.low_rank is None and not others
+    packed = tuple(low for low in layer.low_bit if isinstance(low, PackedWeight))
+    weights = layer.weights if packed else layer.multiplied()
+    weight, bias = weights[0], layer.biases[0] if layer.biases else None
+    is_plain = layer.low_rank is None and len(weights) == 1 and not packed
     if is_plain and residual is not None and bias is None and activation is None and residual.dtype is weight.dtype:
         return residual.addmm_(input, weight.T)
     is_gelu = activation == "gelu_tanh" and bias is not None
@@ -326,7 +332,7 @@ def _by_library(
         bias = layer.no_bias if bias is None else bias
         output = torch._addmm_activation(bias, input, weight.T, use_gelu=is_gelu)
     else:
-        output = _products(input, layer, (weight, *others))
+        output = _products(input, layer, packed or weights)
         if gated and output.is_cuda and isinstance(activation, str):
             output = ops.gated_activation(output[:, : len(weight)], output[:, len(weight) :], activation)
         elif gated:
@@ -342,13 +348,13 @@ def _activated(input: Tensor, activation: Activation | None) -> Tensor:
     return activation(input) if callable(activation) else ACTIVATIONS[activation](input)
 
 
-def _products(input: Tensor, layer: Linear, weights: Sequence[Tensor]) -> Tensor:
+def _products(input: Tensor, layer: Linear, weights: Sequence[Tensor | PackedWeight]) -> Tensor:
     """[rows, sum of N]: `linear` without norm, activation and residual."""
     if takes_kernel(input, layer):
         return _by_kernel(input, layer)
     output = products_by_library(input, weights, layer.biases)
     if layer.low_rank is not None:
-        parts = output.split([len(weight) for weight in weights], dim=1)
+        parts = output.split([weight.shape[0] for weight in weights], dim=1)
         for part, added in zip(parts, updates(input, layer.low_rank.a, layer.low_rank.b), strict=True):
             part += added
     return output

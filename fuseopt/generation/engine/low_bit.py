@@ -15,6 +15,7 @@ from fuseopt.generation.engine.layers import Linear
 from fuseopt.generation.engine.parked_weights import park, parkable
 from fuseopt.modules.quantised import UnreadableWeight, described
 from fuseopt.ops import registry
+from fuseopt.ops.backends import assumed_gpu
 from fuseopt.ops.decode.packed_linear import LEAST_TRANSPOSED
 from fuseopt.ops.low_bit import LowBitWeight, dequantize, not_quantised_reason, quantize
 from fuseopt.ops.packed_weight import PackedWeight, not_packed_reason, pack_for_cuda, unpacked
@@ -73,7 +74,7 @@ def low_bit_choice(
         found = [paths.get(id(module), "?") for module in layer.sources]
         reason = _reason(layer, found, options)
         if reason is None and options.keep == "device":
-            reason = no_gain_reason(layer, id(layer) in fused)
+            reason = no_gain_reason(layer, options.bits, id(layer) in fused)
         if reason is None:
             chosen.append(layer)
             names += found
@@ -100,24 +101,29 @@ def _reason(layer: Linear, paths: Sequence[str], options: LowBitOptions) -> str 
     return next(filter(None, found), None)
 
 
-def no_gain_reason(layer: Linear, is_with_attention: bool) -> str | None:
+def no_gain_reason(layer: Linear, bits: int, is_with_attention: bool) -> str | None:
     """Why a step on a GPU is not faster if a layer is quantised; None if it is."""
     weight = layer.weights[0]
-    if not packs_on(weight.device) or not weight.T.is_contiguous():
+    if not packs_on(_planned_device(layer)) or not weight.T.is_contiguous():
         return None
     if is_with_attention:
         return "one kernel computes it and attention in 16 bits, which is faster"
-    return None if weight.numel() >= LEAST_TRANSPOSED else "its kernel in 16 bits is as fast"
+    return None if bits == 4 and weight.numel() >= LEAST_TRANSPOSED else "its kernel in 16 bits is as fast"
 
 
 def no_kernel_reason(layer: Linear) -> str | None:
     """Why no kernel on the device of a layer's weights reads them quantised; None if one does."""
-    device, dtype = layer.weights[0].device, layer.weights[0].dtype
+    device = _planned_device(layer)
     if not packs_on(device):
         return None
-    choice = registry.get("decode_packed_linear").choose("auto", device, (dtype,), may_build=True)
+    choice = registry.get("decode_packed_linear").choose("auto", device, (layer.weights[0].dtype,), may_build=True)
     reason = "; ".join(choice.refused["cuda"]) if choice.backend == "reference" else ""
     return f"the CUDA kernel {reason}" if reason else not_packed_reason(layer.weights[0].shape[1])
+
+
+def _planned_device(layer: Linear) -> torch.device:
+    """The GPU that a plan is made for, or else the device of a layer's weights."""
+    return assumed_gpu() or layer.weights[0].device
 
 
 def check_is_read(layer: Linear) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -155,6 +155,8 @@ class DecodeState:
         absorbed: AbsorbedCrossAttention of a single item, or None.
         may_pad: whether a prefill may be given more tokens a row than the prompts have.
         start: the slot at which a prefill begins; the prefix cache has filled those before it.
+        prompts: of each row, what a PrefixCache knows of the prompt whose keys and values are in the cache; empty if
+            nothing.
         start_slot: [1], `start` on the device, if `start_varies`.
         start_varies: a prefill reads `start_slot`, so that one captured for a start serves any other.
     """
@@ -162,6 +164,7 @@ class DecodeState:
     def __init__(self, sizes: Sizes, shape: CacheShape, vocab: int) -> None:
         self.sizes, self.dtype, self.used, self.may_pad = sizes, shape.dtype, False, True
         self.start, self.start_varies = 0, False
+        self.prompts: Sequence[Any] = ()
         # What the host knows of device tensors, to skip writing them again: `keep` is all True, `prompt_positions`
         # count up from 0, and `cross_keep` is True for so many slots in every item.
         self._keeps_all = self._counts_up = False
@@ -249,6 +252,7 @@ class DecodeState:
             for cache in (self.cache, self.cross_cache, self.scales, self.cross_scales):
                 if cache is not None:
                     cache.zero_()
+            self.prompts = ()
         self.used = True
 
     def begin(self, filled: int, keep: Tensor | None = None, positions: Tensor | None = None) -> None:
@@ -258,6 +262,7 @@ class DecodeState:
             keep: attention mask [rows, any], nonzero where a slot may be attended to; None if all may.
             positions: [rows] of the tokens that the first step takes; None for `filled`.
         """
+        self.prompts = ()
         self.counters.fill_(filled)
         if positions is not None:
             self.positions.copy_(positions)

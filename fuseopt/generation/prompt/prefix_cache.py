@@ -161,16 +161,21 @@ class PrefixCache:
         saved = sum(max(0, start - row.padding) for row in rows)
         return PrefixMatch(start if saved else 0, saved, rows)
 
-    def load(self, match: PrefixMatch, state: DecodeState) -> None:
-        """Fills the first `match.start` slots of `state.cache`, and sets `state.start`."""
+    def load(self, match: PrefixMatch, state: DecodeState, before: Sequence[_Row]) -> None:
+        """Fills the first `match.start` slots of `state.cache`, and sets `state.start`.
+
+        Args:
+            before: `state.prompts` before this prompt, whose keys and values are not copied again.
+        """
         if self._reused is None:
             self._reused = match.saved
         state.start = match.start
-        for row, cache in zip(match.rows, state.cache.unbind(2), strict=True):
+        for row, cache, last in itertools.zip_longest(match.rows, state.cache.unbind(2), before):
             # Attention multiplies the values of padding by 0, and 0 * NaN is NaN.
             if row.padding:
                 cache[:, :, :, : min(row.padding, match.start)].zero_()
-            _copy(self._pool, row.places, cache[:, :, :, row.padding : match.start], to_pool=False)
+            if last is None or not _shares(last, row, match.start):
+                _copy(self._pool, row.places, cache[:, :, :, row.padding : match.start], to_pool=False)
 
     def store(self, match: PrefixMatch, state: DecodeState) -> str:
         """Caches the blocks of the prompts in `state` that are not cached yet; returns why it could not, or "".
@@ -206,9 +211,12 @@ class PrefixCache:
                 if not is_out_of_memory(error):
                     raise
                 return f"there was no memory for a prefix cache of {self.mebibytes} MiB"
+        stored = []
         for row, cache in zip(match.rows, state.cache.unbind(2), strict=True):
-            first, places = self._insert(row)
+            first, places, chain = self._insert(row)
             _copy(self._pool, places, cache[:, :, :, row.padding + first * BLOCK :], to_pool=True)
+            stored.append(row._replace(chain=chain))
+        state.prompts = stored
         return ""
 
     def _allocate(self, state: DecodeState) -> None:
@@ -236,11 +244,11 @@ class PrefixCache:
             number = block.number
         return found
 
-    def _insert(self, row: _Row) -> tuple[int, Sequence[int]]:
+    def _insert(self, row: _Row) -> tuple[int, Sequence[int], Sequence[_Key]]:
         """Marks the blocks of a prompt as used, and adds those that are not cached, as many as fit into the pool.
 
         Returns:
-            how many blocks were cached, and the places of the added ones, which follow them.
+            how many blocks were cached; the places of the added ones, which follow them; the keys of all.
         """
         chain = self._chain(row.ids, row.chain)
         first, number = len(chain), self._blocks[chain[-1]].number if chain else 0
@@ -258,7 +266,7 @@ class PrefixCache:
             number = next(self._numbers)
             self._blocks[chain[-1]] = _Block(number, place)
         self._use(chain)
-        return first, places
+        return first, places, chain
 
     def _use(self, chain: Sequence[_Key]) -> None:
         for key in reversed(chain):
@@ -268,6 +276,14 @@ class PrefixCache:
 def _split(ids: bytes, first: int) -> Iterator[bytes]:
     """The ids of each full block from the block `first` on."""
     return (ids[end - _BLOCK_BYTES : end] for end in range((first + 1) * _BLOCK_BYTES, len(ids) + 1, _BLOCK_BYTES))
+
+
+def _shares(last: _Row, row: _Row, start: int) -> bool:
+    """Whether two prompts have the same padding, and the same blocks up to slot `start`."""
+    count = -(-(start - row.padding) // BLOCK)
+    return (
+        last.padding == row.padding and 0 < count <= len(last.chain) and last.chain[count - 1] == row.chain[count - 1]
+    )
 
 
 def _copy(pool: Tensor | None, places: Sequence[int], slots: Tensor, *, to_pool: bool) -> None:

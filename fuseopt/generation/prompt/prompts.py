@@ -65,7 +65,7 @@ def run_tokens(
     Returns:
         for the report: why the prompt could not be captured, and what the prefix cache did; empty if neither.
     """
-    (rows, length), prefixes = input_ids.shape, graphs.prefixes
+    (rows, length), prefixes, before = input_ids.shape, graphs.prefixes, state.prompts
     state.load_prompt(input_ids, keep, positions)
     if prefixes is None:
         return run_forward(step.prefill, graphs, state, rows, length, keep is not None)
@@ -73,7 +73,7 @@ def run_tokens(
     if isinstance(match, str):
         note = run_forward(step.prefill, graphs, state, rows, length, keep is not None)
         return joined_notes(note, f"the prefix cache was not used: {match}")
-    prefixes.load(match, state)
+    prefixes.load(match, state, before)
     any_start = match.start > 0 and keep is None and step.takes_any_start(state)
     note = run_forward(step.prefill, graphs, state, rows, length - match.start, keep is not None, any_start=any_start)
     return joined_notes(note, match.note, prefixes.store(match, state))

@@ -12,6 +12,7 @@ from fuseopt.ops import registry
 from fuseopt.ops.decode.linear import as_list, check_layer, out_columns, reference_layer
 from fuseopt.ops.decode.low_bit_samples import low_bit_samples, sample_weight
 from fuseopt.ops.decode.packed_linear import decode_packed_linear
+from fuseopt.ops.dequantize_packed import dequantize_packed
 from fuseopt.ops.library import check_shape, define, without_autocast
 from fuseopt.ops.low_bit import GROUPS, MAX_ROWS, LowBitWeight, dequantize
 from fuseopt.ops.packed_weight import PackedWeight, unpacked
@@ -164,11 +165,15 @@ def low_bit_linear(
         if isinstance(weight, PackedWeight):
             return decode_packed_linear(input, weight, bias, backend=backend)
         return decode_low_bit_linear(input, weight, bias, backend=backend)
-    weight = unpacked(weight)
-    _check(input, [weight])
+    if isinstance(weight, PackedWeight) and input.dtype is weight.dtype:
+        dequantized = dequantize_packed(weight)
+    else:
+        weight = unpacked(weight)
+        _check(input, [weight])
+        dequantized = dequantize(weight, input.dtype)
     check_layer(input, [weight], as_list(bias), None, None, None, None, None, False)
     with without_autocast(input):
-        return F.linear(input, dequantize(weight, input.dtype), None if bias is None else bias.to(input.dtype))
+        return F.linear(input, dequantized, None if bias is None else bias.to(input.dtype))
 
 
 decode_low_bit_linear_reference = functools.partial(decode_low_bit_linear, backend="reference")

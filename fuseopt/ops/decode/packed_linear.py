@@ -14,16 +14,16 @@ from fuseopt.ops.library import check_shape, define
 from fuseopt.ops.low_bit import MAX_ROWS, dequantize
 from fuseopt.ops.packed_weight import DTYPES, PackedWeight, not_packed_reason, pack_for_cuda, unpacked
 
+MOST_NORMALISED_ROWS = 8
+"""For more rows a norm is faster as an op of its own: the kernels for them have none."""
+
 CUDA = registry.NativeBackend("cuda", DTYPES, capability=(8, 0))
 
-# TUNED: us a launch on an H200, bfloat16 | int8 | int4. Query, key, value of Llama-3.1-8B, 16 rows: 25.8 | 28.2 | 22.3.
-# Its down (K = 14,336), 16 rows: 53 | 97 | 72; 8 rows: 43 | 48 | 36. Down of Llama-3.2-1B (K = 8192), 16 rows:
-# 15.3 | 22.3 | 18.4; 8 rows: 13.4 | 11.0 | 8.6.
-_LONG = 4096
-# TUNED: 1 row, weights of GPT-2 XL, stored as [K, N]: 1600 x 1600 1.95 | 2.09 | 2.00, 1600 x 6400 6.0 | 5.1 | 4.6.
-# Sizes between them were not measured.
+# TUNED: 1 row, weights of GPT-2 XL, stored as [K, N], in a chain: 1600 x 1600 1.95 | 2.09 | 2.00, 1600 x 6400
+# 6.0 | 5.1 | 4.6.
+# A token of GPT-2 XL: 861 us; with up and down and the head in 8 bits 878, with down in 4 bits 835 (H200, e1ab12f3).
 LEAST_TRANSPOSED = 8_000_000
-"""Weights stored as [K, N] with fewer values gain nothing in 8 or 4 bits."""
+"""Weights stored as [K, N] gain nothing in 8 bits, and with fewer values than this nothing in 4 bits."""
 
 
 def _fake(
@@ -125,11 +125,12 @@ def decode_packed_linear(
     return RAW[chosen](input, *stored, *layer, pdl, list(prefetch))
 
 
-def most_fast_rows(outputs: int, inputs: int, bits: int) -> int:
-    """Up to how many rows the kernels are as fast as those for a weight [outputs, inputs] of 16 bits, or faster."""
-    if inputs <= _LONG:
-        return FEW_ROWS
-    return 4 if bits == 8 and inputs > 2 * _LONG else 8
+def most_fast_rows(outputs: Sequence[int], inputs: int) -> int:
+    """Up to how many rows the kernels are faster than those for weights [N, K] of 16 bits that share an input."""
+    # TUNED: H200, 32 rows, us of 16, 8 and 4 bits with the norm: Llama-1B's gate and up 27.3, 25.1, 20.0; Llama-8B's
+    # 69.8, 50.9, 48.8, its down 35.7, 36.4, 28.9; GPT-2 XL's up 11.4, 13.3, 13.2 (a1d415c7). With 64 rows few gain.
+    least = 6_000_000 if len(outputs) > 1 else 1 << 24
+    return 32 if sum(outputs) * inputs >= least else FEW_ROWS
 
 
 def _no_kernel_reason(

@@ -84,6 +84,7 @@ def test_a_checkpoint_predicts_texts(monkeypatch):
     monkeypatch.setattr(torchao_weights.importlib.util, "find_spec", lambda name: None)
     folder = default_checkpoints() / "llama-kjv"
     monkeypatch.setattr(low_bit, "_MOST_LINES", 3)
+    monkeypatch.setitem(low_bit._LINES_AT_A_TIME, "cpu", 2)
     results = low_bit.run(device=CPU, rows=[Row(str(folder), 1, **SIZES)], configs=INT8)
     cases = list(dict.fromkeys(row.case for row in results.rows))
     assert cases[0].startswith("a token of llama-kjv generate, 1 x (5 + 3)")

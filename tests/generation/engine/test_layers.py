@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseopt import ops
 from fuseopt.bench.harness.architectures import random_model
-from fuseopt.generation.engine import attention, layers, residual_stream
+from fuseopt.generation.engine import attention, layers, library_products, residual_stream
 from fuseopt.generation.engine.attention import StepAttention
 from fuseopt.generation.engine.l2_prefetch import plan_l2_prefetch
 from fuseopt.generation.engine.layers import (
@@ -26,6 +26,8 @@ from fuseopt.generation.families.decoder_spec import RelativeBias, SelfAttention
 from fuseopt.generation.families.gpt2 import GPT2Step
 from fuseopt.generation.families.t5 import T5Step
 from fuseopt.ops.decode.linear import MAX_ROWS, decode_linear_reference
+from fuseopt.ops.low_bit import dequantize, quantize
+from fuseopt.ops.packed_weight import pack_for_cuda
 from tests.ops.cases import RawCalls, error, needs_sm90, to_float64
 
 
@@ -337,6 +339,23 @@ def test_what_the_blas_library_leaves_no_launch_for(each_device: torch.device) -
     with AtenCalls() as aten:
         linear(x, Linear((weight,) * 3))
     assert aten.names.count("mm.out") == 3 and "cat.default" not in aten.names
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@torch.no_grad()
+def test_packed_weights_are_dequantised_a_part_at_a_time(each_device, biased, monkeypatch) -> None:
+    monkeypatch.setattr(library_products, "PART_BYTES", 40 * 64 * 2)  # 32 outputs
+    low = [quantize(torch.randn(n, 64).half(), 4, 32) for n in (100, 7)]
+    packed = tuple(pack_for_cuda(weight, torch.float16) for weight in low)
+    placeholders = tuple(torch.full(weight.shape, torch.nan).half() for weight in low)
+    biases = tuple(torch.randn(n).half() for n in (100, 7)) if biased else ()
+    x = torch.randn(MAX_ROWS + 1, 64).half()
+    with AtenCalls() as aten:
+        output = linear(x, Linear(placeholders, biases, low_bit=packed))
+    assert aten.names.count("addmm.out" if biased else "mm.out") >= 5
+    exact = torch.cat([dequantize(weight, torch.float64) for weight in low])
+    expected = to_float64(x) @ exact.T + (torch.cat(biases).double() if biased else 0)
+    assert error([output], [expected]) <= 4 * torch.finfo(torch.float16).eps
 
 
 @pytest.mark.gpu

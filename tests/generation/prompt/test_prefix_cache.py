@@ -158,6 +158,8 @@ def test_random_prompts_that_share_random_prefixes(name, monkeypatch):
         assert_same_tokens(generate(model, inputs, **kwargs), generate(stock, inputs, **kwargs))
 
     check()
+    # The random prompts may have had fewer blocks than fit.
+    generate(model, prompts([(120, 0)], [(120, 1)]), max_new_tokens=2)
     assert len(prefixes_of(model)) == 12 and re.search(
         r"[1-9]\d* of \d+ calls reused [1-9]", str(fuseopt.report(model))
     )
@@ -167,6 +169,40 @@ def test_random_prompts_that_share_random_prefixes(name, monkeypatch):
 def llama():
     model = fuseopt.initialize(MODELS["llama"](), CONFIG)
     return model, prompts([(40, 1), (9, 2)])
+
+
+@pytest.mark.parametrize("each_device", ["cpu"], indirect=True)
+def test_what_the_state_still_holds_is_not_copied_again(as_on_gpu, monkeypatch):
+    model, stock, copied = MODELS["llama"](), MODELS["llama"](), []
+    copy_blocks = prefix_cache._copy
+
+    def counted(pool, places, slots, *, to_pool):
+        copied.append((len(places), to_pool))
+        copy_blocks(pool, places, slots, to_pool=to_pool)
+
+    monkeypatch.setattr(prefix_cache, "_copy", counted)
+    fuseopt.initialize(model, CONFIG)
+
+    def run(*parts, **kwargs):
+        del copied[:]
+        inputs, kwargs = prompts(*parts), {"max_new_tokens": 3, **kwargs}
+        assert_same_tokens(generate(model, inputs, **kwargs), generate(stock, inputs, **kwargs))
+        return [count for count, to_pool in copied if not to_pool]
+
+    first, other = (64, 1), (64, 2)
+    for _ in range(3):  # the state is kept once its step is captured
+        run([first, (9, 3)])
+    assert run([first, (7, 4)]) == [] and run([first, (30, 5)]) == []
+    assert run([(40, 1), (20, 6)]) == []
+    # Other prompts, and other calls, have overwritten what the state held.
+    run([other, (9, 7)])
+    assert run([first, (8, 8)]) == [4] and run([other, (8, 9)]) == [4] and run([other, (6, 10)]) == []
+    run([(90, 11)], logits_processor=[lambda ids, scores: scores])
+    assert run([other, (5, 12)]) == [4]
+    with torch.no_grad():
+        for each in (model, stock):
+            each.model.layers[0].self_attn.v_proj.weight[1, 2] += 1
+    assert run([other, (5, 12)]) == [0] and run([other, (5, 13)]) == []
 
 
 def last_note(model):
@@ -436,7 +472,7 @@ class Prompts:
         wanted = torch.stack((ids[0], torch.arange(length, device="cpu")), dim=1).float().expand(256, 2, 16, -1, -1)
         state.load_prompt(ids, None, None)
         match = self.cache.find(self.shape, ids, None, None)
-        self.cache.load(match, state)
+        self.cache.load(match, state, ())
         assert torch.equal(state.cache[:, :, 0, :, : match.start], wanted[:, :, :, : match.start])
         state.cache[:, :, 0, :, match.start : length] = wanted[:, :, :, match.start :]
         assert self.cache.store(match, state) == ""

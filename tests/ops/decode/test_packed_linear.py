@@ -9,8 +9,9 @@ from torch.utils._pytree import tree_map_only
 
 from fuseopt.ops import decode_packed_linear, pack_for_cuda
 from fuseopt.ops.decode.packed_linear import decode_packed_linear_reference
-from fuseopt.ops.low_bit import MAX_ROWS, LowBitWeight
-from fuseopt.ops.packed_weight import DTYPES, PackedWeight
+from fuseopt.ops.dequantize_packed import dequantize_packed
+from fuseopt.ops.low_bit import MAX_ROWS, LowBitWeight, dequantize
+from fuseopt.ops.packed_weight import DTYPES, PackedWeight, unpacked
 from tests.ops.cases import error, examples, launched_kernels, to_float64
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +46,7 @@ def layer_error(input: Tensor, weights: list[PackedWeight], **options) -> float:
 def test_layers_of_any_size(bits: int, group: int, zeros: bool, dtype: torch.dtype, data: st.DataObject) -> None:
     step = group or 8
     inputs = step * data.draw(st.integers(1, 4096 // max(step, 16)))
-    rows = data.draw(st.integers(1, 20) | st.just(MAX_ROWS))
+    rows = data.draw(st.integers(1, 20) | st.integers(17, MAX_ROWS))
     gated = data.draw(st.booleans())
     outputs = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=3))
     outputs = outputs[:1] * 2 if gated else outputs
@@ -96,7 +97,44 @@ def test_layers_of_models(bits: int, group: int, outputs: int, inputs: int, rows
     for options in ({"norm": "rms_norm", "norm_weight": norm_weight}, {}):
         assert layer_error(x, [weight], **options, pdl=True) <= 8
         names = launched_kernels(lambda o=options: decode_packed_linear(x, weight, **o, pdl=True, backend="cuda"))
-        assert names and all("decode_packed_linear_kernel" in name or "skinny_mma" in name for name in names)
+        assert names and all("decode_packed_" in name or "skinny_mma" in name for name in names)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("bits", "group", "outputs", "inputs", "rows"),
+    [
+        (8, 0, (2048, 512, 512), 2048, 17),
+        (8, 0, (1600,), 6400, 64),
+        (8, 0, (20_000,), 520, 33),
+        (4, 128, (4096,), 14_336, 32),  # blocks of a cluster share K
+        (4, 128, (20_000,), 512, 48),  # a block has all of K
+        (4, 64, (4800,), 1600, 31),
+    ],
+)
+def test_many_rows(bits: int, group: int, outputs: tuple[int, ...], inputs: int, rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weights = [random_weight(n, inputs, bits, group, False, dtype) for n in outputs]
+    x = torch.randn(rows, inputs, device="cuda", dtype=dtype)
+    biases = [torch.randn(n, device="cuda").to(dtype) for n in outputs]
+    residual = torch.randn(rows, sum(outputs), device="cuda")
+    gated = {"gated": True, "activation": "silu", "bias": [biases[0]] * 2}
+    calls = [(weights, {"bias": biases, "residual": residual}), ([weights[0], weights[0]], gated)]
+    for read, options in calls:
+        assert layer_error(x, read, **options, pdl=True) <= 8
+        names = launched_kernels(lambda w=read, o=options: decode_packed_linear(x, w, **o, pdl=True, backend="cuda"))
+        assert len(names) == 1 and "decode_packed_tiles_kernel" in names[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("bits", "group", "zeros"), KINDS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 128), (40, 384), (300, 4096)])
+def test_dequantised_weights(bits: int, group: int, zeros: bool, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = random_weight(outputs, inputs, bits, group, zeros, dtype)
+    expected = dequantize(unpacked(weight), dtype)
+    assert launched_kernels(lambda: dequantize_packed(weight))
+    assert torch.equal(dequantize_packed(weight), expected)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -113,15 +151,17 @@ def test_strided_inputs_and_data_that_is_not_aligned(bits: int) -> None:
     assert torch.equal(decode_packed_linear(shifted, weight, backend="cuda"), expected)
 
 
+@pytest.mark.parametrize("rows", [5, 40])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_values_that_are_not_finite_stay_in_their_row(bits: int) -> None:
+def test_values_that_are_not_finite_stay_in_their_row(bits: int, rows: int) -> None:
     torch.manual_seed(0)
     weight = random_weight(100, 512, bits, 128, False, torch.bfloat16)
-    x = torch.randn(5, 512, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
     expected = decode_packed_linear(x, weight, backend="cuda")
     x[2, 7], x[4, 500] = torch.nan, torch.inf
     actual = decode_packed_linear(x, weight, backend="cuda")
-    assert torch.equal(actual[[0, 1, 3]], expected[[0, 1, 3]])
+    others = [row for row in range(rows) if row not in (2, 4)]
+    assert torch.equal(actual[others], expected[others])
     assert actual[2].isnan().all() and not actual[4].isfinite().any()
 
 
@@ -146,3 +186,44 @@ def test_a_chain_of_dependent_launches() -> None:
     for _ in range(5):
         graph.replay()
         assert torch.equal(actual, expected)
+
+
+@pytest.mark.skipif("torch.cuda.get_device_capability() < (9, 0)")
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(
+    ("bits", "norm", "gated", "outputs", "inputs"),
+    [
+        (8, "rms_norm", False, 3080, 2048),  # some of the weight in registers
+        (4, "layer_norm", False, 4805, 1600),
+        (8, None, False, 1600, 6400),
+        (4, None, False, 2040, 8192),
+        (8, None, False, 4096, 4096),  # all of it in shared memory
+        (4, "rms_norm", False, 6144, 4096),
+        (4, "gemma_rms_norm", True, 8190, 2048),
+        (8, None, True, 3000, 1024),
+        (8, "layer_norm", False, 2500, 5120),
+        (8, "rms_norm", False, 40_000, 1024),
+        (8, "rms_norm", False, 6144, 4096),  # through rings
+        (8, "rms_norm", True, 8200, 2048),
+        (8, None, False, 4090, 14_336),
+    ],
+)
+def test_one_row(bits: int, norm: str | None, gated: bool, outputs: int, inputs: int, zeros: bool) -> None:
+    if bits == 8 and zeros:
+        pytest.skip("8 bits have no zero points")
+    torch.manual_seed(0)
+    dtype = torch.bfloat16
+    group = 128 if inputs % 128 == 0 else 64
+    weights = [random_weight(outputs, inputs, bits, group, zeros, dtype) for _ in range(1 + gated)]
+    x, of_norm = torch.randn(3, 1, inputs, device="cuda", dtype=dtype), {}
+    if norm is not None:
+        of_norm = {"norm": norm, "norm_weight": torch.randn(inputs, device="cuda", dtype=dtype)}
+    if norm == "layer_norm":
+        of_norm["norm_bias"] = torch.randn(inputs, device="cuda", dtype=dtype)
+        x[1] += 40  # far from zero: sums of squares say little of the deviations
+    options = of_norm | {"gated": gated, "activation": "silu" if gated else None}
+    options["residual"] = torch.randn(1, outputs, device="cuda", dtype=dtype)
+    for row in x:
+        assert layer_error(row, weights, **options, pdl=True) <= 8
+    names = launched_kernels(lambda: decode_packed_linear(x[0], weights, **options, pdl=True, backend="cuda"))
+    assert len(names) == 1 and "decode_packed_row_kernel" in names[0]

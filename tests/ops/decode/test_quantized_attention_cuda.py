@@ -112,3 +112,22 @@ def test_kernel_of_an_encoders_cache(stored: torch.dtype, head_dim: int) -> None
     plain = decode_attention(query, **of_op(caches), lengths=lengths, bias=bias, scale=0.1, backend="reference")
     exact = decode_attention(query.double(), *in_float64(caches), lengths, bias=bias, scale=0.1, backend="reference")
     assert error([output], [exact]) <= 2 * error([plain], [exact]) + 4 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("rows", "capacity"), [(16, 2100), (20, 300), (40, 300), (80, 300), (80, 20)])
+def test_kernel_of_many_heads(rows: int, capacity: int, head_dim: int, stored: torch.dtype) -> None:
+    """On an H200: clusters of two blocks a head, then one block of 8, 4 or 2 warps."""
+    torch.manual_seed(0)
+    qkv = torch.randn(rows, 16 + 2 * 8, head_dim, device="cuda", dtype=torch.bfloat16)
+    step, slot = qkv.split((16, 8, 8), 1), capacity - 1
+    caches = quantized_caches(*torch.randn(2, rows, 8, capacity, head_dim, device="cuda"), stored)
+    options: dict[str, Any] = {"scale": head_dim**-0.5}
+    places = torch.tensor([slot], device="cuda")
+    plain_caches = tuple(cache.clone() for cache in caches)
+    plain = decode_attention_(*step, **of_op(plain_caches), positions=places, **options, backend="reference")
+    output = decode_attention_(*step, **of_op(caches), positions=places, **options, backend="cuda")
+    exact = _float64_attention(to_float64(step[0]), caches, slot, options)
+    assert error([output], [exact]) <= 2 * error([plain], [exact]) + 8 * torch.finfo(torch.bfloat16).eps

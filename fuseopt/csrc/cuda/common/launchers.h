@@ -66,6 +66,9 @@ int64_t fuseopt_packed_line_bytes(PackedLinear packed);
 // From sm_80 on, and with `in_features` a multiple of 8; else cudaErrorNotSupported.
 cudaError_t fuseopt_decode_packed_linear(PackedLinear packed, cudaStream_t stream);
 
+// Writes the first weight of `packed` to its output, [out_features, in_features], in `weight_dtype`; as above.
+cudaError_t fuseopt_dequantize_packed(PackedLinear packed, cudaStream_t stream);
+
 // Whether one launch computes a layer with `low_rank_a`.
 bool fuseopt_takes_low_rank(DecodeLinear layer);
 

@@ -61,16 +61,16 @@ __device__ inline unsigned multiply_pair(unsigned a, unsigned b) {
   return reinterpret_cast<const unsigned&>(product);
 }
 
-// a * b + a, rounded once.
+// Two times a * b + c, each rounded once.
 template <typename T>
-__device__ inline unsigned multiply_pair_by_one_more(unsigned a, unsigned b) {
+__device__ inline unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   __trap();  // the intrinsic for bfloat16 needs sm_80, as the kernels that call this do
   return 0;
 #else
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-  const Pair &of_a = reinterpret_cast<Pair&>(a), product = __hfma2(of_a, reinterpret_cast<Pair&>(b), of_a);
-  return reinterpret_cast<const unsigned&>(product);
+  const Pair sum = __hfma2(reinterpret_cast<Pair&>(a), reinterpret_cast<Pair&>(b), reinterpret_cast<Pair&>(c));
+  return reinterpret_cast<const unsigned&>(sum);
 #endif
 }
 

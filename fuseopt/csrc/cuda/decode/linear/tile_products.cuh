@@ -116,7 +116,7 @@ __device__ inline void scale_product(uint4& w, const T* scale, bool adds_one) {
     const unsigned low = *reinterpret_cast<const unsigned*>(scale + threadIdx.x % 4 * 2);
     const unsigned high = *reinterpret_cast<const unsigned*>(scale + threadIdx.x % 4 * 2 + 8);
     const auto scaled = [&](unsigned pair, unsigned by) {
-      return adds_one ? multiply_pair_by_one_more<T>(pair, by) : multiply_pair<T>(pair, by);
+      return adds_one ? fma_pair<T>(pair, by, pair) : multiply_pair<T>(pair, by);
     };
     w = {scaled(w.x, low), scaled(w.y, high), scaled(w.z, low), scaled(w.w, high)};
   }

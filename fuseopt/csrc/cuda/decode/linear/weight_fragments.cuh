@@ -85,8 +85,8 @@ struct WeightPart {
     if (adds_one) [[unlikely]] {
 #pragma unroll
       for (uint4& w : words[c]) {
-        w = {multiply_pair_by_one_more<T>(w.x, by.x), multiply_pair_by_one_more<T>(w.y, by.y),
-             multiply_pair_by_one_more<T>(w.z, by.z), multiply_pair_by_one_more<T>(w.w, by.w)};
+        w = {fma_pair<T>(w.x, by.x, w.x), fma_pair<T>(w.y, by.y, w.y), fma_pair<T>(w.z, by.z, w.z),
+             fma_pair<T>(w.w, by.w, w.w)};
       }
       return;
     }

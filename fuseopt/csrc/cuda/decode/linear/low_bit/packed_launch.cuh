@@ -3,13 +3,14 @@
 
 #include "cuda/decode/linear/dispatch.cuh"
 #include "cuda/decode/linear/low_bit/packed_kernel.cuh"
-#include "cuda/decode/linear/low_bit/packed_row.cuh"
+#include "cuda/decode/linear/low_bit/packed_row_launch.cuh"
+#include "cuda/decode/linear/low_bit/packed_tiles_launch.cuh"
 
 namespace fuseopt {
 
 // Which kernel, and in which shape; zeros leave it to the plan.
 struct PackedChoice {
-  enum Kernel { kBest, kHeld, kBulkRing, kAsyncRing, kFoldedRing, kRow, kRowHeld };
+  enum Kernel { kBest, kHeld, kBulkRing, kAsyncRing, kFoldedRing };
   int kernel = kBest;
   int split = 0;  // ring: warps that share K of a strip; held: tiles of 8 outputs in a strip
   int units = 0;  // lines of 16 outputs in a strip
@@ -143,13 +144,7 @@ template <typename T, int kBits>
 cudaError_t launch_packed_linear(const DecodeLinear& layer, const PackedShape& shape, const PackedChoice& choice, cudaStream_t stream) {
   cudaError_t error = cudaErrorNotSupported;
   if (!suits_mma<T>(layer) || compute_capability_major() < 8) return error;
-  const bool is_row = choice.kernel >= PackedChoice::kRow;
-  if (is_row || (choice.kernel == PackedChoice::kBest && takes_packed_row<T>(layer) && prefers_packed_row(layer, shape))) {
-    PackedRowPlan plan(layer, shape, kBits, choice.units, choice.split, choice.stages, choice.blocks);
-    if (is_row) plan.is_held = choice.kernel == PackedChoice::kRowHeld;
-    if (takes_packed_row<T>(layer) && plan.fits()) return launch_packed_row<T, kBits>(layer, shape, plan, stream);
-    if (is_row) return error;
-  }
+  if (choice.kernel == PackedChoice::kBest && launch_packed_row<T, kBits>(layer, shape, stream, error)) return error;
   const bool is_held = choice.kernel == PackedChoice::kHeld || (choice.kernel == PackedChoice::kBest && !exceeds_registers(layer));
   if (is_held) {
     const bool is_launched = layer.rows > kHalfRows ? launch_held<T, kBits, 2>(layer, shape, choice.split, stream, error)
@@ -168,7 +163,8 @@ cudaError_t launch_packed_linear(const DecodeLinear& layer, const PackedShape& s
                  : launch_packed<T, kBits, Ring::kAsync>(layer, shape, plan, stream);
 }
 
-// For any number of rows: as many at a time, up to 16, as fit. Launches after the first do not overlap with what was before.
+// For any number of rows. Without a norm, more than 16 rows, and more than 8 or 4 of a large layer, take a kernel of their
+// own. Else as many at a time, up to 16, as fit; launches after the first do not overlap with what was before.
 template <typename T, int kBits>
 cudaError_t launch_packed_rows(const DecodeLinear& layer, const PackedShape& shape, const PackedChoice& choice, cudaStream_t stream) {
   DecodeLinear part = layer;
@@ -178,6 +174,13 @@ cudaError_t launch_packed_rows(const DecodeLinear& layer, const PackedShape& sha
     return rows;
   };
   cudaError_t error = cudaSuccess;
+  // TUNED: H200, us of these kernels and of rings, int8: K = 14336, 8 rows 26 and 48; K = 8192, 8 rows 12.5 and 11.0, 16 rows
+  // 13.6 and 22.3; 16 rows that registers hold, 5.7 and 3.0 (a1d415c7).
+  const int64_t few = layer.in_features > 8192 ? kHalfRows / 2 : kHalfRows;
+  if (choice.kernel == PackedChoice::kBest && (layer.rows > most || (layer.rows > few && exceeds_registers(layer)))) {
+    error = launch_packed_tiles<T, kBits>(layer, shape, stream);
+    if (error != cudaErrorNotSupported) return error;
+  }
   for (int64_t first = 0; first < layer.rows;) {
     part.rows = std::min(most, layer.rows - first);
     part.input = rows_of(layer.input, first * layer.in_features);

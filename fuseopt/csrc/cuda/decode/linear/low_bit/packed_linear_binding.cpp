@@ -1,10 +1,9 @@
-#include "cuda/decode/linear/decode_linear_binding.h"
+#include "cuda/decode/linear/low_bit/packed_binding.h"
 
 namespace fuseopt::packed_linear_binding {
 namespace {
 
 constexpr const char* kOp = "decode_packed_linear";
-constexpr int64_t kLineOutputs = 16;
 
 Tensor decode_packed_linear(Tensor input, std::vector<Tensor> weights, std::vector<int64_t> outputs, int64_t bits,
                             int64_t group, bool has_zeros, std::vector<Tensor> biases, std::optional<Tensor> residual,
@@ -13,19 +12,12 @@ Tensor decode_packed_linear(Tensor input, std::vector<Tensor> weights, std::vect
   check_weight_count(kOp, weights.size());
   FUSEOPT_CHECK(outputs.size() == weights.size(), "fuseopt::", kOp, ": ", outputs.size(), " numbers of outputs for ",
                 weights.size(), " weights");
-  const bool is_group = group == 32 || group == 64 || group == 128;
-  FUSEOPT_CHECK(bits == 8 ? !has_zeros : bits == 4 && is_group, "fuseopt::", kOp, ": ", bits, " bits with groups of ", group,
-                "; 8 bits have no zero points, 4 bits groups of 32, 64 or 128");
   PdlGuard guard(pdl);
   const int64_t columns = matrix_of(kOp, input).columns;
-  PackedLinear packed{{}, static_cast<int>(bits), group, has_zeros};
-  packed.layer.in_features = columns;
-  const int64_t line_bytes = fuseopt_packed_line_bytes(packed);
+  PackedLinear packed = packed_linear(kOp, columns, bits, group, has_zeros);
   StoredWeights stored{{}, outputs, dtype_of(input), columns, columns};
   for (size_t i = 0; i < weights.size(); ++i) {
-    const int64_t lines = (outputs[i] + kLineOutputs - 1) / kLineOutputs;
-    FUSEOPT_CHECK(weights[i].dim() == 2 && weights[i].size(0) == lines && weights[i].size(1) == line_bytes, "fuseopt::", kOp,
-                  ": weight ", i, " must be [", lines, ", ", line_bytes, "]");
+    check_packed(kOp, packed, weights[i], outputs[i]);
     stored.tensors.push_back(guard.aligned(weights[i]));
   }
   const NormArguments of_norm{norm, guard.aligned(norm_weight), guard.aligned(norm_bias), eps};

@@ -75,28 +75,14 @@ struct PackedPart : WeightPart<T, Layout::kRowMajorNK, kGated, kTiles, kChunks> 
         unpack_chunk<T, kBits>(units[j][c / kUnitChunks], c, __byte_perm(zero, 0, kFirstHalf),
                                __byte_perm(zero, 0, kSecondHalf), to_low, to_high);
         if constexpr (kBits == 4) {
-          multiply_by(to_low, __byte_perm(scales[j][s], 0, kFirstHalf));
-          multiply_by(to_high, __byte_perm(scales[j][s], 0, kSecondHalf));
+          multiply_words<T>(to_low, __byte_perm(scales[j][s], 0, kFirstHalf));
+          multiply_words<T>(to_high, __byte_perm(scales[j][s], 0, kSecondHalf));
         } else {
-          multiply_by(to_low, scales[j][s].x);
-          multiply_by(to_high, scales[j][s].y);
+          multiply_words<T>(to_low, scales[j][s].x);
+          multiply_words<T>(to_high, scales[j][s].y);
         }
       }
     }
-  }
-
- private:
-  static __device__ void multiply_by(uint4& w, unsigned scale) {
-    w = {multiply_pair<T>(w.x, scale), multiply_pair<T>(w.y, scale), multiply_pair<T>(w.z, scale),
-         multiply_pair<T>(w.w, scale)};
-  }
-
-  static __device__ void multiply_by(uint4& w, float scale) {
-    const auto& values = reinterpret_cast<const Vector<T, kLaneValues>&>(w);
-    float scaled[kLaneValues];
-#pragma unroll
-    for (int i = 0; i < kLaneValues; ++i) scaled[i] = values[i] * scale;
-    store_floats_as<T>(&w, 0, scaled);
   }
 };
 

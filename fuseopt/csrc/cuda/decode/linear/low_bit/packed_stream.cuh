@@ -41,9 +41,9 @@ struct PackedLayer : StreamLayer<T> {
 struct PackedStrip {
   int index = 0, strip;
 
-  template <typename T>
-  __device__ PackedStrip(const PackedLayer<T>& layer, int id) : strip(id) {
-    while (index + 1 < MmaLayer<T>::kMaxWeights && strip >= layer.strips[index]) strip -= layer.strips[index++];
+  template <typename Layer>
+  __device__ PackedStrip(const Layer& layer, int id) : strip(id) {
+    while (index + 1 < Layer::kMaxWeights && strip >= layer.strips[index]) strip -= layer.strips[index++];
   }
 };
 

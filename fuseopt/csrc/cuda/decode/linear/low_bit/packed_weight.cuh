@@ -9,6 +9,7 @@
 #pragma once
 
 #include "cuda/common/tensor_core.cuh"
+#include "cuda/common/vector.cuh"
 
 namespace fuseopt {
 
@@ -104,6 +105,23 @@ __device__ inline void unpack_chunk(const uint4& unit, int chunk, unsigned zero_
     unpack<T, 8>(unit.x, 0, to_low), unpack<T, 8>(unit.y, 0, to_low + 2);
     unpack<T, 8>(unit.z, 0, to_high), unpack<T, 8>(unit.w, 0, to_high + 2);
   }
+}
+
+// Pairs of values times a pair, each product rounded.
+template <typename T>
+__device__ inline void multiply_words(uint4& words, unsigned pair) {
+  words = {multiply_pair<T>(words.x, pair), multiply_pair<T>(words.y, pair), multiply_pair<T>(words.z, pair),
+           multiply_pair<T>(words.w, pair)};
+}
+
+template <typename T>
+__device__ inline void multiply_words(uint4& words, float scale) {
+  constexpr int kValues = sizeof(uint4) / sizeof(T);
+  const auto& values = reinterpret_cast<const Vector<T, kValues>&>(words);
+  float scaled[kValues];
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) scaled[i] = values[i] * scale;
+  store_floats_as<T>(&words, 0, scaled);
 }
 
 constexpr unsigned kFirstHalf = 0x1010, kSecondHalf = 0x3232;  // of a word, twice: for __byte_perm

@@ -1,0 +1,29 @@
+"""Packed weights in 8 or 4 bits made into 16-bit ones, for products by the BLAS library."""
+
+import torch
+from torch import Tensor
+
+from fuseopt.ops import registry
+from fuseopt.ops.library import define
+from fuseopt.ops.low_bit import dequantize
+from fuseopt.ops.packed_weight import PackedWeight, unpacked
+
+
+def _fake(
+    data: Tensor, outputs: int, inputs: int, bits: int, group: int, has_zeros: bool, dtype: torch.dtype
+) -> Tensor:
+    return data.new_empty((outputs, inputs), dtype=dtype)
+
+
+RAW = define(
+    "dequantize_packed(Tensor data, int outputs, int inputs, int bits, int group, bool has_zeros, ScalarType dtype)"
+    " -> Tensor",
+    _fake,
+)
+
+
+def dequantize_packed(weight: PackedWeight) -> Tensor:
+    """The weight [N, K] that a packed one stands for, in its dtype, each value rounded once; by a kernel where
+    `decode_packed_linear` has one."""
+    chosen = registry.pick("decode_packed_linear", "auto", weight.data.device, (weight.dtype,))
+    return dequantize(unpacked(weight), weight.dtype) if chosen == "reference" else RAW[chosen](*weight)
