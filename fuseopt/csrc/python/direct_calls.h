@@ -59,7 +59,9 @@ struct DirectCalls {
   std::deque<RawOp> settled;  // a deque keeps addresses: a call may run while another thread adds
 };
 
-// The stack of the thread's last call, whose memory the next call reuses.
+// The stack of the thread's last call of this use, whose memory the next call reuses.
+enum class Use { kCall, kHeldArguments };
+template <Use kUse = Use::kCall>
 class Stack {
  public:
   Stack() : values_(std::move(last_)) {}
@@ -71,11 +73,9 @@ class Stack {
   torch::jit::Stack& operator*() { return values_; }
 
  private:
-  static thread_local torch::jit::Stack last_;
+  static inline thread_local torch::jit::Stack last_;
   torch::jit::Stack values_;
 };
-
-thread_local torch::jit::Stack Stack::last_;
 
 class WithoutGil {
  public:
@@ -144,14 +144,12 @@ void count_version_up(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-// What is on the stack from `first` on.
-PyObject* results_of(torch::jit::Stack& stack, size_t first) {
-  const size_t count = stack.size() - first;
-  if (count == 0) Py_RETURN_NONE;
-  if (count == 1) return THPVariable_Wrap(std::move(stack[first]).toTensor());
-  PyObject* results = PyTuple_New(static_cast<Py_ssize_t>(count));
-  for (size_t i = 0; results != nullptr && i < count; ++i) {
-    PyObject* result = THPVariable_Wrap(std::move(stack[first + i]).toTensor());
+PyObject* results_of(torch::jit::Stack& stack) {
+  if (stack.empty()) Py_RETURN_NONE;
+  if (stack.size() == 1) return THPVariable_Wrap(std::move(stack[0]).toTensor());
+  PyObject* results = PyTuple_New(static_cast<Py_ssize_t>(stack.size()));
+  for (size_t i = 0; results != nullptr && i < stack.size(); ++i) {
+    PyObject* result = THPVariable_Wrap(std::move(stack[i]).toTensor());
     if (result == nullptr) Py_CLEAR(results);
     else PyTuple_SET_ITEM(results, static_cast<Py_ssize_t>(i), result);
   }
@@ -174,7 +172,8 @@ PyObject* call_raw(const RawOp& op, PyObject* const* arguments, size_t count, Ch
     Py_RETURN_NOTIMPLEMENTED;
   }
   try {
-    Stack own;
+    Stack<> own;
+    Stack<Use::kHeldArguments> held;
     torch::jit::Stack& stack = *own;
     for (size_t i = 0; i < op.parameters.size(); ++i) {
       const Parameter& parameter = op.parameters[i];
@@ -186,11 +185,10 @@ PyObject* call_raw(const RawOp& op, PyObject* const* arguments, size_t count, Ch
         Py_RETURN_NOTIMPLEMENTED;
       }
     }
-    // A second copy, under the one that the op takes from the stack: without it, the op gives up the last reference to a
-    // tensor besides its Python object's, for which PyTorch takes the GIL, once for each tensor.
-    const size_t kept = stack.size();
-    stack.reserve(2 * kept);
-    std::copy_n(stack.begin(), kept, std::back_inserter(stack));
+    // A second copy of what the op takes from the stack: without it, the op gives up the last reference to a tensor
+    // besides its Python object's, for which PyTorch takes the GIL, once for each tensor. It is no part of the stack, all
+    // of which observers (a tape's recorder, the profiler) take for results.
+    *held = stack;
     {
       WithoutGil released;
       at::AutoDispatchBelowADInplaceOrView nothing_for_autograd;
@@ -199,7 +197,7 @@ PyObject* call_raw(const RawOp& op, PyObject* const* arguments, size_t count, Ch
     for (size_t i = 0; i < count; ++i) {
       if (op.parameters[i].is_written_to) count_version_up(THPVariable_Unpack(arguments[i]));
     }
-    return results_of(stack, kept);
+    return results_of(stack);
   } catch (python_error& error) {
     error.restore();
     return nullptr;

@@ -276,7 +276,7 @@ thread_local Recorder* Recorder::current_ = nullptr;
 void replay_calls(const TapeData& tape) {
   at::AutoDispatchBelowADInplaceOrView nothing_for_autograd;
   std::vector<at::Tensor> registers(static_cast<size_t>(tape.registers));
-  Stack own;
+  Stack<> own;
   torch::jit::Stack& stack = *own;
   for (const TapeCall& call : tape.calls) {
     stack.clear();
