@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from fuseopt.config import LowBitOptions
 from fuseopt.generation.engine.layers import Linear
-from fuseopt.generation.engine.parked_weights import park, parkable
+from fuseopt.generation.engine.parked_weights import is_parked, park, parkable
 from fuseopt.modules.quantised import UnreadableWeight, described
 from fuseopt.ops import registry
 from fuseopt.ops.backends import assumed_gpu
@@ -181,7 +181,7 @@ class LowBitWeights:
         self._samples: tuple[ReadSamples, ...] = ()
         self._weights: list[tuple[Tensor, ...]] = []
         self._parameters: list[Tensor] = []
-        self._parked: list[Tensor] = []
+        self._parked: list[nn.Module] = []
         self.unquantised_bytes = 0
 
     def put_into(self, model: nn.Module, choice: LowBitChoice | None, linears: Iterable[Linear]) -> None:
@@ -254,7 +254,7 @@ class LowBitWeights:
                     park(source)
                 wholes = (source.weight.T if is_transposed else source.weight for source in layer.sources)
                 weights = tuple(part for whole in wholes for part in whole.chunk(len(weights) // len(layer.sources)))
-                self._parked += [source.weight for source in layer.sources]
+                self._parked += layer.sources
             else:
                 tensors += weights
             self._weights.append(weights)
@@ -267,14 +267,16 @@ class LowBitWeights:
 
         Waits for the device.
         """
-        # A parked weight may come back to the device at any time.
-        parked = map(_content, self._parked)
+        # A parked weight may come back to the device at any time, or another Parameter may take its place.
+        weights: list[Any] = [layer.weight for layer in self._parked]
+        parked = ((id(weight), *_content(weight)) for weight in weights)
         return (*parked, *map(_version, self._tensors), *(samples.read() for samples in self._samples))
 
     @property
     def parked_bytes(self) -> int:
         """Bytes of the weights that are in host memory."""
-        return sum(weight.nbytes for weight in self._parked)
+        weights: list[Any] = [layer.weight for layer in self._parked if is_parked(layer)]
+        return sum(weight.nbytes for weight in weights)
 
     @property
     def most_rows(self) -> int | None:
