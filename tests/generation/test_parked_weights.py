@@ -159,6 +159,17 @@ def test_a_forward_that_another_thread_or_a_lack_of_memory_interrupts(generated:
         assert torch.equal(looked_up(input), expected(input)) and not is_parked(layer)
 
 
+def test_a_forward_set_around_that_of_a_parked_layer_stays(generated: tuple[nn.Module, nn.Module]) -> None:
+    model, stock = generated
+    layer, place = model.model.layers[0].mlp.up_proj, stock.lm_head.weight.device
+    wrapped = layer.forward = mock.Mock(wraps=layer.forward)
+    for _ in range(2):
+        assert torch.equal(forward(model), forward(stock))
+    assert layer.forward is wrapped and wrapped.call_count == 2 and layer.weight.device == place
+    fuseopt.restore(model)
+    assert torch.equal(forward(model), forward(stock)) and wrapped.call_count == 3
+
+
 def test_restored_and_copied_models(generated: tuple[nn.Module, nn.Module]) -> None:
     model, stock = generated
     inputs = short(model)

@@ -30,7 +30,7 @@ class ParkedForward:
     def __call__(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         layer = self.layer
         fetch(layer, input.device)
-        return layer.forward(input, *args, **kwargs)
+        return type(layer).forward(layer, input, *args, **kwargs)
 
 
 def is_parked(layer: nn.Module) -> bool:
@@ -66,7 +66,8 @@ def fetch(layer: nn.Module, device: torch.device) -> None:
     with torch.inference_mode(False), torch.no_grad():
         weight.data = weight.data.to(device)
     # Last, so that an interrupt and other threads find a forward that brings the weight back. One of them may be first.
-    layer.__dict__.pop("forward", None)
+    if is_parked(layer):  # else somebody has set a forward around this one meanwhile
+        layer.__dict__.pop("forward", None)
 
 
 def fetch_all(model: nn.Module) -> None:
