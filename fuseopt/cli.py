@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _ending_quietly() as received, warnings.catch_warnings():
         warnings.showwarning = _show_warning
         arguments = _parser().parse_args(argv)
+        command = " ".join(filter(None, ("fuseopt", arguments.command, getattr(arguments, "benchmark", None))))
         try:
             early_checks.check(arguments)
             status = arguments.run(arguments) or 0
@@ -58,13 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             status = 128 + signal.SIGPIPE
         except FuseoptError as error:
-            print(f"fuseopt {arguments.command}: error: {error}", file=sys.stderr)
+            print(f"{command}: error: {error}", file=sys.stderr)
             status = 2
         except Exception as error:
             status = 2
             if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not have been imported
                 reason = f"{str(error).splitlines()[0]} Take a smaller model, batch or length."
-                print(f"fuseopt {arguments.command}: error: {reason}", file=sys.stderr)
+                print(f"{command}: error: {reason}", file=sys.stderr)
             elif not received:  # an interrupted import may raise an error of its own
                 raise
     return 128 + received[0] if received else status
@@ -103,7 +104,7 @@ def _ending_quietly() -> Iterator[list[int]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fuseopt", description="Makes Hugging Face models fast.")
+    parser = early_checks.Parser(prog="fuseopt", description="Makes Hugging Face models fast.")
     parser.add_argument("--version", action="version", version=f"fuseopt {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

@@ -117,5 +117,6 @@ def in_lines(names: Iterable[str]) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint that ends in a space, with the known word that is most like `word`; "" if none is like it."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"did you mean {matches[0]!r}? " if matches else ""
+    by_lower = {name.lower(): name for name in known}
+    matches = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.5)
+    return f"did you mean {by_lower[matches[0]]!r}? " if matches else ""

@@ -157,7 +157,7 @@ def _kernels(key: str, value: Any, check_keys: CheckKeys) -> tuple[KernelRequest
 def _kernel(where: str, entry: Any, key: str, check_keys: CheckKeys) -> KernelRequest:
     if isinstance(entry, Mapping):
         if "name" not in entry:
-            raise ConfigError(f"{where}: a kernel given as a dict needs a 'name'")
+            raise ConfigError(f"{where}: a kernel given as a dict needs a name: {{'name': 'FusedGELU', ...}}")
         name, options = entry["name"], {key: value for key, value in entry.items() if key != "name"}
     else:
         name, options = entry, {}
@@ -166,7 +166,8 @@ def _kernel(where: str, entry: Any, key: str, check_keys: CheckKeys) -> KernelRe
     known = listed(key)
     if name not in known:
         if name in kernels():
-            raise ConfigError(f"{where}: {name!r} is not built yet for this list, which accepts {', '.join(known)}")
+            accepting = " or ".join(kernels()[name].lists)
+            raise ConfigError(f"{where}: {name!r} is not built yet for this list; write it under {accepting}")
         raise ConfigError(f"{where}: unknown kernel {shown(name)}; {nearest(name, known)}known: {', '.join(known)}")
     types = known[name].lists[key]
     if options and not types:

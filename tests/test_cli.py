@@ -142,7 +142,12 @@ def test_wrong_arguments_are_refused_before_torch_is_imported(tmp_path):
     commands = {
         "--help": "usage: fuseopt",
         "plan --help": "usage: fuseopt plan",
-        "plan gpt2 --nothing": "unrecognized arguments: --nothing",
+        "plan gpt2 --confg x": "plan: error: unrecognized arguments: --confg x; did you mean '--config'",
+        "plan ./nowhere": "'./nowhere' is neither a folder with a config.json",
+        "plan a..b/c": "'a..b/c' is neither a folder with a config.json, nor a model id",
+        "bench train --dropout 2": "fuseopt bench train: error: argument --dropout: '2' is not a number from 0 to 1",
+        "bench generate --sample --top-p high": "'high' is not a number from 0 to 1",
+        "demo --checkpoints nowhere": "--checkpoints: no folder nowhere",
         "plan gpt2-xxl": "did you mean 'gpt2-xl'?",
         "bench train --model own/er": "own/er is not in transformers' cache",
         "verify gpt2 --config fast": "'fast' is neither a file nor a preset",
@@ -269,6 +274,7 @@ def test_errors_name_the_fix(capsys, tmp_path, monkeypatch):
         (("plan", "gpt2-tiny", "--config", str(broken)), "not valid JSON at line 2, column 13"),
         (("plan", "gpt2-tiny", "--config", "fastest"), "error: config: 'fastest' is neither a file nor"),
         (("plan", "gpt2-tiny", "--config", "inferense"), "did you mean 'inference'?"),
+        (("plan", "gpt2-tiny", "--config", "INFERENCE"), "did you mean 'inference'?"),
         (("demo", "--markdown", str(tmp_path / "none.json")), "cannot be read"),
         (("demo", "--markdown", str(broken)), "not a result file"),
     ):

@@ -170,7 +170,7 @@ WRONG = {
     ),
     "unknown kernel": ({"kernel_fusion": {"custom_cuda_kernels": ["FusedRMSNrom"]}}, "did you mean 'FusedRMSNorm'"),
     "kernel twice": ({"kernel_fusion": {"custom_cuda_kernels": ["FusedGELU", "FusedGELU"]}}, "listed 2 times"),
-    "kernel dict without name": ({"kernel_fusion": {"custom_cuda_kernels": [{"fold_bias": True}]}}, "needs a 'name'"),
+    "kernel dict without name": ({"kernel_fusion": {"custom_cuda_kernels": [{"fold_bias": True}]}}, "needs a name"),
     "kernel option": (
         {"kernel_fusion": {"custom_cuda_kernels": [{"name": "FusedGELU", "fold_bais": True}]}},
         "did you mean 'fold_bias'",
@@ -183,7 +183,7 @@ WRONG = {
         {"kernel_fusion": {"custom_cuda_kernels": [{"name": "FusedSoftmax", "eps": 1}]}},
         "FusedSoftmax takes no options",
     ),
-    "kernel not built yet": ({"kernel_fusion": {"custom_cuda_kernels": ["FusedAttention"]}}, "not built yet"),
+    "kernel not built yet": ({"kernel_fusion": {"custom_cuda_kernels": ["FusedAttention"]}}, "write it under triton"),
     "triton kernel not built yet": (
         {"kernel_fusion": {"triton_kernels": ["FusedBlock"]}},
         "not built yet for this list",

@@ -26,6 +26,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def share(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return number
+
+
 def new_file(text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
@@ -138,7 +148,7 @@ def add_generate(parser: Any) -> None:
     parser.add_argument(
         "--eos", action="store_true", help="have an EOS token, which random weights hardly ever choose; default: none"
     )
-    for option, kind in (("--temperature", float), ("--top-k", int), ("--top-p", float)):
+    for option, kind in (("--temperature", float), ("--top-k", int), ("--top-p", share)):
         parser.add_argument(
             option,
             type=kind,
@@ -171,7 +181,7 @@ def _add_sizes(parser: Any) -> None:
 def add_training(parser: Any) -> None:
     """Options of a training step: `train`, `scaling` and `capacity`."""
     parser.add_argument(
-        "--dropout", type=float, metavar="RATE", help="every dropout rate, 0 to 1; default: those of the model's config"
+        "--dropout", type=share, metavar="RATE", help="every dropout rate, 0 to 1; default: those of the model's config"
     )
     parser.add_argument(
         "--precision",
@@ -209,7 +219,7 @@ def add_curves(parser: Any) -> None:
     parser.add_argument("--steps", type=positive, default=500, metavar="N", help="training steps; default: 500")
     parser.add_argument("--seeds", type=positive, default=3, metavar="N", help="runs of each system; default: 3")
     parser.add_argument(
-        "--dropout", type=float, default=0.1, metavar="RATE", help="every dropout rate, 0 to 1; default: 0.1"
+        "--dropout", type=share, default=0.1, metavar="RATE", help="every dropout rate, 0 to 1; default: 0.1"
     )
 
 

@@ -121,7 +121,7 @@ def _add_budget(parser: Any) -> None:
     parser.add_argument(
         "--budget",
         nargs="+",
-        type=float,
+        type=command_options.share,
         default=[],
         metavar="SHARE",
         help="activations that the preset training keeps, 0 to 1 of what it would keep; default: 1, on a GPU 0.5 too",

@@ -10,16 +10,28 @@ from typing import Any
 from fuseopt.bench.harness import plot
 from fuseopt.bench.harness.model_names import config_folder
 from fuseopt.config import Config, as_written, beside_auto
+from fuseopt.config_checks import nearest
 from fuseopt.errors import ConfigError
 
 _FILES = ("against", "markdown", "files")
 
 
+class Parser(argparse.ArgumentParser):
+    """Refuses an unknown option itself, with the option that is most like it; argparse leaves that to the outermost."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, others = super().parse_known_args(args, namespace)
+        if others:
+            hint = nearest(others[0], self._option_string_actions) if others[0].startswith("-") else ""
+            self.error(f"unrecognized arguments: {' '.join(others)}; {hint}`{self.prog} --help` lists what it takes")
+        return found, others
+
+
 def check(arguments: argparse.Namespace) -> None:
-    """Checks the models, configs and result files that the arguments name, and whether a plot can be drawn.
+    """Checks the models, configs, result files and checkpoints of the arguments, and whether a plot can be drawn.
 
     Raises:
-        ConfigError: there is no such model or file, a config is wrong, or matplotlib is missing.
+        ConfigError: there is no such model, file or folder, a config is wrong, or matplotlib is missing.
     """
     for model in _values(arguments, "model"):
         config_folder(model)
@@ -30,6 +42,9 @@ def check(arguments: argparse.Namespace) -> None:
         for file in _values(arguments, name):
             if not Path(file).is_file():
                 raise ConfigError(f"{file}: cannot be read: no such file; name a result file, as `--out` writes it")
+    for folder in _values(arguments, "checkpoints"):
+        if not folder.is_dir():
+            raise ConfigError(f"--checkpoints: no folder {folder}; leave it out for the checkpoints of a clone")
     if getattr(arguments, "plot", None) is not None:
         if len(list(_values(arguments, "files"))) > 1:
             raise ConfigError("--plot draws one result file; name one, or write all as a page with --html")

@@ -23,6 +23,8 @@ def check_file(file: Path, device: torch.device) -> list[CheckReport]:
     before = registered()
     try:
         _import_file(file)
+    except OpError:
+        raise
     except Exception as error:
         raise OpError(f"{file} cannot be run: {type(error).__name__}: {error}") from error
     made = [op for name, op in registered().items() if op is not before.get(name)]

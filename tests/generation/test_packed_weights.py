@@ -127,7 +127,7 @@ def test_a_layer_of_more_rows_than_its_kernel_is_fast_for_is_that_of_the_unquant
     (weight,) = layer.weights
     assert layer.most_low_bit_rows == most_fast_rows([len(weight)], weight.shape[1]) == 16
     assert layer.at(16) is layer and not layer.at(17).low_bit and layer.at(17).weights is layer.weights
-    layers = ([4096], [4000], [1024, 512], [1000, 400])
+    layers = ([1024], [900], [1024, 512], [1000, 400])
     assert [most_fast_rows(outputs, 4096) for outputs in layers] == [32, 16, 32, 16]
 
 

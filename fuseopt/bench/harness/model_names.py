@@ -9,7 +9,7 @@ from fuseopt.bench.harness.sizes import ARCHITECTURES
 from fuseopt.config_checks import in_lines, nearest
 from fuseopt.errors import ConfigError
 
-_MODEL_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_MODEL_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def config_folder(source: str) -> Path | None:
@@ -38,7 +38,10 @@ def _cached_folder(model_id: str) -> Path:
     """The folder of transformers' cache that has a model's config; `from_pretrained` of an id opens connections."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(model_id, "config.json")
+    try:
+        found = try_to_load_from_cache(model_id, "config.json")
+    except ValueError as error:  # a name that no model can have, such as one with two dots in a row
+        raise ConfigError(f"{model_id!r} is neither a folder with a config.json, nor a model id: {error}") from error
     if not isinstance(found, str):
         raise ConfigError(
             f"the config.json of {model_id} is not in transformers' cache, and fuseopt downloads nothing; run "

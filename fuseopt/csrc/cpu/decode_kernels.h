@@ -77,8 +77,9 @@ struct HeadAttention {
   void* output;  // [queries, head_dim] float or double; zeros if no place is attended to
 };
 
-/// The most rows for which lines are faster than tiles.
-constexpr int64_t kDotLinesRows = 1, kAddLinesRows = 4;
+/// The most rows for which lines are faster than tiles; kAddLinesRows: with a weight stored as [K, N] without pairs of
+/// bfloat16.
+constexpr int64_t kLinesRows = 1, kAddLinesRows = 4;
 /// Outputs by a multiple of which tiles are shared among threads.
 constexpr int64_t kTileOutputs = 64;
 /// From this many rows on, quantised weights are widened into tiles; into pairs of bfloat16 if their groups have as many

@@ -38,13 +38,11 @@ class LayerProducts {
       : input_(input), rows_(rows), weights_(weights), in_features_(weights[0].tensor.size(1)),
         width_(weights.back().first + weights.back().out_features()),
         threads_(threads_for(width_ * in_features_)),
-        column_tiles_(rows > kAddLinesRows ? threads_ : (threads_ + kMostParts - 1) / kMostParts),
+        is_paired_(is_rounded && rows > kLinesRows && dtype(weights[0].tensor) == kBFloat16 && bfloat16_kernels()),
+        column_tiles_(rows > kAddLinesRows || is_paired_ ? threads_ : (threads_ + kMostParts - 1) / kMostParts),
         parts_(has_transposed() ? threads_ / column_tiles_ : 1), products_(parts_ * rows * width_) {
     if constexpr (std::is_same_v<Math, float>) {
-      const bool has_tiles = rows > (has_transposed() ? kAddLinesRows : kDotLinesRows);
-      if (is_rounded && has_tiles && dtype(weights[0].tensor) == kBFloat16 && bfloat16_kernels() != nullptr) {
-        rounded_.emplace(input, rows, in_features_);
-      }
+      if (is_paired_) rounded_.emplace(input, rows, in_features_);
     }
     torch::stable::parallel_for(0, threads_, 1, [&](int64_t begin, int64_t end) {
       for (int64_t thread = begin; thread < end; ++thread) compute(thread);
@@ -83,7 +81,7 @@ class LayerProducts {
 
   /// Where the share of thread `index` of `count` in n outputs begins.
   int64_t share(int64_t n, int64_t index, int64_t count) const {
-    if (rows_ <= kDotLinesRows) return n * index / count;
+    if (rows_ <= kLinesRows) return n * index / count;
     return std::min(n, (n * index / count + kTileOutputs - 1) / kTileOutputs * kTileOutputs);
   }
 
@@ -103,7 +101,7 @@ class LayerProducts {
             at(part, 0, i) + column);
       } else {
         const int64_t begin = share(out_features, thread, threads_), end = share(out_features, thread + 1, threads_);
-        const auto of_floats = rows_ > kDotLinesRows ? kernels.dot_tiles : kernels.dot_lines;
+        const auto of_floats = rows_ > kLinesRows ? kernels.dot_tiles : kernels.dot_lines;
         run(rounded_ ? bfloat16_kernels()->dot_tiles : of_floats, weight, begin, end - begin, 0, in_features_, 0,
             at(0, 0, i) + begin);
       }
@@ -123,7 +121,9 @@ class LayerProducts {
   const Math* input_;
   const int64_t rows_;
   const std::vector<Weight>& weights_;
-  const int64_t in_features_, width_, threads_, column_tiles_, parts_;
+  const int64_t in_features_, width_, threads_;
+  const bool is_paired_;
+  const int64_t column_tiles_, parts_;
   const RowBuffer<Math> products_;
   std::optional<BFloat16Rows> rounded_;
 };

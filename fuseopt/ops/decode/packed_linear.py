@@ -127,9 +127,10 @@ def decode_packed_linear(
 
 def most_fast_rows(outputs: Sequence[int], inputs: int) -> int:
     """Up to how many rows the kernels are faster than those for weights [N, K] of 16 bits that share an input."""
-    # TUNED: H200, 32 rows, us of 16, 8 and 4 bits with the norm: Llama-1B's gate and up 27.3, 25.1, 20.0; Llama-8B's
-    # 69.8, 50.9, 48.8, its down 35.7, 36.4, 28.9; GPT-2 XL's up 11.4, 13.3, 13.2 (a1d415c7). With 64 rows few gain.
-    least = 6_000_000 if len(outputs) > 1 else 1 << 24
+    # TUNED: H200, 32 rows, us of 16, 8 and 4 bits with the norm: output of Llama-1B 9.0, 5.9, 5.8; of Llama-8B 14.2,
+    # 10.8, 10.7, its gate and up 73, 41, 40, its down 34.2, 25.4, 24.5; GPT-2 XL's up 11.2, 11.4, 11.0 (a1d415c7).
+    # Smaller layers were not measured. With 64 rows few gain.
+    least = 6_000_000 if len(outputs) > 1 else 4_000_000
     return 32 if sum(outputs) * inputs >= least else FEW_ROWS
 
 

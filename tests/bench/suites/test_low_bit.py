@@ -4,7 +4,6 @@ import math
 import sys
 import types
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -151,14 +150,14 @@ def test_weights_that_are_not_quantised_are_said(monkeypatch):
     assert of(results, "limited").note.startswith("transformers decoded: ")
 
 
-def test_the_command_line_makes_the_rows(monkeypatch, capsys):
+def test_the_command_line_makes_the_rows(monkeypatch, capsys, tmp_path):
     seen = []
     monkeypatch.setattr(low_bit, "run", lambda **given: seen.append(given) or low_bit.Results.measured_here("", []))
     command = ["bench", "low-bit", "--device", "cpu"]
-    assert main([*command, "--checkpoints", "somewhere"]) == 0
+    assert main([*command, "--checkpoints", str(tmp_path)]) == 0
     given = ["--model", "gpt2-tiny", "--batch", "1", "4", "--new", "6", "--dtype", "float16", "--no-compile"]
     assert main([*command, *given, "--config", "inference"]) == 0
-    assert seen[0]["rows"] == [] and seen[0]["checkpoints"] == Path("somewhere") and seen[0]["configs"] is None
+    assert seen[0]["rows"] == [] and seen[0]["checkpoints"] == tmp_path and seen[0]["configs"] is None
     assert seen[1]["rows"] == [Row("gpt2-tiny", batch, new=6) for batch in (1, 4)]
     assert (seen[1]["dtype"], seen[1]["compile"], list(seen[1]["configs"])) == (torch.float16, False, ["inference"])
     assert main([*command, "--new", "6"]) == 2

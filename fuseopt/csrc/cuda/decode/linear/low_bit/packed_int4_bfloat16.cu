@@ -3,6 +3,6 @@
 
 namespace fuseopt {
 
-template cudaError_t launch_packed_rows<__nv_bfloat16, 4>(const DecodeLinear&, const PackedShape&, const PackedChoice&, cudaStream_t);
+template cudaError_t launch_packed_rows<__nv_bfloat16, 4>(const DecodeLinear&, const PackedShape&, cudaStream_t);
 
 }  // namespace fuseopt

@@ -3,6 +3,6 @@
 
 namespace fuseopt {
 
-template cudaError_t launch_packed_rows<__half, 4>(const DecodeLinear&, const PackedShape&, const PackedChoice&, cudaStream_t);
+template cudaError_t launch_packed_rows<__half, 4>(const DecodeLinear&, const PackedShape&, cudaStream_t);
 
 }  // namespace fuseopt

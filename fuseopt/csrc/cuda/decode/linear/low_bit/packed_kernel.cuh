@@ -12,7 +12,7 @@
 
 namespace fuseopt {
 
-template <typename T, int kBits, int kUnits, int kHalves, bool kFolds>
+template <typename T, int kBits, int kUnits, int kHalves>
 struct PackedSums {
   float all[kUnits][kHalves][4] = {};
 
@@ -40,24 +40,17 @@ struct PackedSums {
         zeros[u][0] = __byte_perm(pair, 0, kFirstHalf), zeros[u][1] = __byte_perm(pair, 0, kSecondHalf);
       }
     };
-    if constexpr (kBits == 4 && !kFolds) load_zeros();
-    float of_group[kChains][kUnits][kHalves][4] = {}, of_rows[kHalves][4] = {};
+    if constexpr (kBits == 4) load_zeros();
+    float of_group[kChains][kUnits][kHalves][4] = {};
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       uint4 rows[kHalves];
 #pragma unroll
-      for (int h = 0; h < kHalves; ++h) {
-        rows[h] = *reinterpret_cast<const uint4*>(x[h] + c * x_stride);
-        if constexpr (kFolds) {
-          constexpr uint2 kOnePairs = {kOnes<T>, kOnes<T>};
-          multiply<T>(of_rows[h], kOnePairs, kOnePairs, rows[h].x, rows[h].y);
-          multiply<T>(of_rows[h], kOnePairs, kOnePairs, rows[h].z, rows[h].w);
-        }
-      }
+      for (int h = 0; h < kHalves; ++h) rows[h] = *reinterpret_cast<const uint4*>(x[h] + c * x_stride);
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
         uint4 low, high;
-        unpack_chunk<T, kBits, kFolds>(units[u][c / kUnitChunks], c, zeros[u][0], zeros[u][1], low, high);
+        unpack_chunk<T, kBits>(units[u][c / kUnitChunks], c, zeros[u][0], zeros[u][1], low, high);
 #pragma unroll
         for (int h = 0; h < kHalves; ++h) {
           auto& first = kBits == 4 ? of_group[0][u][h] : all[u][h];
@@ -70,27 +63,19 @@ struct PackedSums {
 #pragma unroll
         for (int u = 0; u < kUnits; ++u) {
           const auto pair = *reinterpret_cast<const Vector<T, 2>*>(scales + u * apart);
-          unsigned folded = kMagic<T> + 0x00080008u;
-          if (kFolds && shape.has_zeros) folded = *reinterpret_cast<const unsigned*>(scales + u * apart + kGroupBytes);
-          const auto& magic = reinterpret_cast<const Vector<T, 2>&>(folded);
 #pragma unroll
           for (int h = 0; h < kHalves; ++h) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               float sum = of_group[0][u][h][i];
               if constexpr (kChains == 2) sum += of_group[1][u][h][i], of_group[1][u][h][i] = 0.f;
-              if constexpr (kFolds) sum = fmaf(-magic[i / 2], of_rows[h][i % 2], sum);
               all[u][h][i] = fmaf(sum, pair[i / 2], all[u][h][i]);
               of_group[0][u][h][i] = 0.f;
             }
           }
         }
-        if constexpr (kFolds) {
-#pragma unroll
-          for (auto& of_half : of_rows) of_half[0] = of_half[1] = of_half[2] = of_half[3] = 0.f;
-        }
         scales += shape.has_zeros ? 2 * kGroupBytes : kGroupBytes;
-        if (!kFolds && c < kChunks - 1 && shape.has_zeros) load_zeros();
+        if (c < kChunks - 1 && shape.has_zeros) load_zeros();
       }
     }
   }
@@ -99,7 +84,7 @@ struct PackedSums {
 template <typename T, int kBits, int kUnits, int kHalves, Ring kRing>
 __global__ void __launch_bounds__(kPackedWarps* kWarpSize, 2)
     decode_packed_linear_kernel(const __grid_constant__ PackedLayer<T> layer) {
-  constexpr bool kBulk = kRing != Ring::kAsync, kFolds = kRing == Ring::kFolded;
+  constexpr bool kBulk = kRing == Ring::kBulk;
   constexpr int kLaneSums = kUnits * kHalves * 4;
   constexpr bool kCanScale = std::is_same_v<T, __nv_bfloat16>;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -256,7 +241,7 @@ __global__ void __launch_bounds__(kPackedWarps* kWarpSize, 2)
       load_constants();
       if constexpr (kHasResidualsEarly) load_residuals();
     }
-    PackedSums<T, kBits, kUnits, kHalves, kFolds> sums;
+    PackedSums<T, kBits, kUnits, kHalves> sums;
     const char* x[kHalves];
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) x[h] = x_first[h];

@@ -8,28 +8,17 @@
 
 namespace fuseopt {
 
-// Which kernel, and in which shape; zeros leave it to the plan.
-struct PackedChoice {
-  enum Kernel { kBest, kHeld, kBulkRing, kAsyncRing, kFoldedRing };
-  int kernel = kBest;
-  int split = 0;  // ring: warps that share K of a strip; held: tiles of 8 outputs in a strip
-  int units = 0;  // lines of 16 outputs in a strip
-  int blocks = 0;  // of a multiprocessor, at most
-  int stages = 0;  // of a ring: kPackedStages or kFewStages
-};
-
 struct PackedPlan {
   int halves, slot_bits = 0, units, split, part_blocks, part_columns, blocks, stages;
   int strips[DecodeLinear::kMaxWeights] = {}, all_strips = 0;
   bool scales_rows;
   size_t shared_bytes;
 
-  PackedPlan(const DecodeLinear& layer, const PackedShape& shape, int bits, const PackedChoice& choice)
+  PackedPlan(const DecodeLinear& layer, const PackedShape& shape, int bits, Ring ring)
       : halves(layer.rows > kHalfRows ? 2 : 1) {
     while (1 << slot_bits < std::min<int64_t>(layer.rows, kHalfRows)) ++slot_bits;
     const int64_t all_warps = static_cast<int64_t>(kPackedWarps) * multiprocessor_count();
-    units = layer.gated ? 2 : choice.units;
-    if (units == 0) units = output_columns(layer) >= 4 * kLineOutputs * all_warps ? 2 : 1;
+    units = layer.gated || output_columns(layer) >= 4 * kLineOutputs * all_warps ? 2 : 1;
     const int width = kLineOutputs * (layer.gated ? 1 : units);
     for (int i = 0; i < (layer.gated ? 1 : layer.weight_count); ++i) {
       strips[i] = static_cast<int>(ceil_div(layer.widths[i], width));
@@ -41,33 +30,29 @@ struct PackedPlan {
     const int64_t lines = static_cast<int64_t>(all_strips) * units;
     const bool is_streamed = lines * shape.line_bytes > kStreamsFrom * multiprocessor_count();
     const int64_t wanted_warps = is_streamed ? 2 * all_warps : all_warps;
-    split = choice.split;
-    if (split == 0) {
-      for (split = 1; split < kPackedWarps && 4 * split * all_strips < 3 * wanted_warps;) split *= 2;
-    }
+    for (split = 1; split < kPackedWarps && 4 * split * all_strips < 3 * wanted_warps;) split *= 2;
     part_blocks = static_cast<int>(ceil_div(shape.blocks, split));
     const int block_k = bits == 4 ? kBlockK<4> : kBlockK<8>;
     part_columns = static_cast<int>(ceil_div(shape.blocks * block_k, kPackedWarps * kChunk) * kChunk);
     scales_rows = layer.weight_dtype == kBFloat16 && (layer.norm == kRmsNorm || layer.norm == kGemmaRmsNorm);
-    const auto share = [&](int of_ring, int64_t most) {
+    const auto share = [&](int of_ring) {
       stages = of_ring;
       shared_bytes = bytes_of(layer, shape);
       constexpr size_t kReserved = 2048;  // for each block, by the system and what the kernel declares
       const int64_t fit = static_cast<int64_t>(shared_bytes_of_multiprocessor() / (shared_bytes + kReserved));
       const int64_t wanted = ceil_div(all_strips, kPackedWarps / split);
-      const int64_t room = std::max<int64_t>(std::min<int64_t>(fit, most), 1) * multiprocessor_count();
+      const int64_t room = std::max<int64_t>(std::min<int64_t>(fit, 2), 1) * multiprocessor_count();
       const int64_t rounds = ceil_div(wanted, room);
       blocks = static_cast<int>(ceil_div(wanted, rounds));
       return rounds * ceil_div(part_blocks, kStageBlocks);
     };
-    const int most = choice.blocks == 0 ? 2 : choice.blocks;
     const int of_strip = static_cast<int>(std::min<int64_t>(ceil_div(part_blocks, kStageBlocks), kPackedStages));
-    int64_t needed = share(choice.stages == 0 ? of_strip : choice.stages, most);
-    if (choice.stages == 0 && needed > of_strip) needed = share(kPackedStages, most);
+    int64_t needed = share(of_strip);
+    if (needed > of_strip) needed = share(kPackedStages);
     // A long ring for one block is good for what it holds; what streams is better shared out among two blocks.
-    if (choice.stages == 0 && units == 2 && most == 2 && needed > kPackedStages) needed = share(kFewStages, most);
+    if (units == 2 && needed > kPackedStages) needed = share(kFewStages);
     // No more than is filled. Copies of lanes are counted in groups, for one of two numbers of stages.
-    if (choice.kernel != PackedChoice::kAsyncRing) stages = static_cast<int>(std::min<int64_t>(stages, needed));
+    if (ring == Ring::kBulk) stages = static_cast<int>(std::min<int64_t>(stages, needed));
     else stages = needed <= kFewStages || stages <= kFewStages ? kFewStages : kPackedStages;
     shared_bytes = bytes_of(layer, shape);
   }
@@ -116,7 +101,7 @@ cudaError_t launch_packed(const DecodeLinear& layer, const PackedShape& shape, c
 
 // skinny_mma with a packed weight, if its registers hold the layer.
 template <typename T, int kBits, int kHalves>
-bool launch_held(const DecodeLinear& layer, const PackedShape& shape, int tiles, cudaStream_t stream, cudaError_t& error) {
+bool launch_held(const DecodeLinear& layer, const PackedShape& shape, cudaStream_t stream, cudaError_t& error) {
   const int64_t columns = layer.in_features, few = multiprocessor_count() / tuning().decode_linear_few_blocks_divisor;
   const bool has_norm = layer.norm != kNoNorm;
   const auto launch = [&]<bool kNorm, bool kGated, int kTiles, int kChunks, Along kAlong>() {
@@ -129,7 +114,7 @@ bool launch_held(const DecodeLinear& layer, const PackedShape& shape, int tiles,
   };
   if (layer.gated) return has_norm && launch.template operator()<true, true, 4, 4, Along::kAtOnce>();
   if (!has_norm && layer.activation != kIdentity) return false;
-  const bool is_wide = tiles == 0 ? tiles_of(layer) >= (has_norm ? 4 : 2) * few : tiles == 4;
+  const bool is_wide = tiles_of(layer) >= (has_norm ? 4 : 2) * few;
   if (has_norm) {
     return (is_wide && launch.template operator()<true, false, 4, 4, Along::kAtOnce>()) ||
            launch.template operator()<true, false, 2, 4, Along::kAtOnce>();
@@ -139,26 +124,20 @@ bool launch_held(const DecodeLinear& layer, const PackedShape& shape, int tiles,
   return is_sm90_or_newer() && launch.template operator()<false, false, 4, 4, Along::kTogether>();
 }
 
-// `layer`: weights are packed ones. Returns cudaErrorNotSupported where a choice does not take the layer.
+// Up to 16 rows. `layer`: weights are packed ones. Returns cudaErrorNotSupported where no kernel takes the layer.
 template <typename T, int kBits>
-cudaError_t launch_packed_linear(const DecodeLinear& layer, const PackedShape& shape, const PackedChoice& choice, cudaStream_t stream) {
+cudaError_t launch_packed_linear(const DecodeLinear& layer, const PackedShape& shape, cudaStream_t stream) {
   cudaError_t error = cudaErrorNotSupported;
   if (!suits_mma<T>(layer) || compute_capability_major() < 8) return error;
-  if (choice.kernel == PackedChoice::kBest && launch_packed_row<T, kBits>(layer, shape, stream, error)) return error;
-  const bool is_held = choice.kernel == PackedChoice::kHeld || (choice.kernel == PackedChoice::kBest && !exceeds_registers(layer));
-  if (is_held) {
-    const bool is_launched = layer.rows > kHalfRows ? launch_held<T, kBits, 2>(layer, shape, choice.split, stream, error)
-                                                    : launch_held<T, kBits, 1>(layer, shape, choice.split, stream, error);
-    if (is_launched || choice.kernel == PackedChoice::kHeld) return error;
+  if (launch_packed_row<T, kBits>(layer, shape, stream, error)) return error;
+  if (!exceeds_registers(layer)) {
+    const bool is_launched = layer.rows > kHalfRows ? launch_held<T, kBits, 2>(layer, shape, stream, error)
+                                                    : launch_held<T, kBits, 1>(layer, shape, stream, error);
+    if (is_launched) return error;
   }
-  const bool is_bulk = is_sm90_or_newer() && choice.kernel != PackedChoice::kAsyncRing;
-  PackedChoice of_ring = choice;
-  if (!is_bulk) of_ring.kernel = PackedChoice::kAsyncRing;
-  const PackedPlan plan(layer, shape, kBits, of_ring);
+  const bool is_bulk = is_sm90_or_newer();
+  const PackedPlan plan(layer, shape, kBits, is_bulk ? Ring::kBulk : Ring::kAsync);
   if (!plan.fits()) return cudaErrorNotSupported;
-  if constexpr (kBits == 4 && std::is_same_v<T, __nv_bfloat16>) {
-    if (is_bulk && choice.kernel == PackedChoice::kFoldedRing) return launch_packed<T, 4, Ring::kFolded>(layer, shape, plan, stream);
-  }
   return is_bulk ? launch_packed<T, kBits, Ring::kBulk>(layer, shape, plan, stream)
                  : launch_packed<T, kBits, Ring::kAsync>(layer, shape, plan, stream);
 }
@@ -166,7 +145,7 @@ cudaError_t launch_packed_linear(const DecodeLinear& layer, const PackedShape& s
 // For any number of rows. Without a norm, more than 16 rows, and more than 8 or 4 of a large layer, take a kernel of their
 // own. Else as many at a time, up to 16, as fit; launches after the first do not overlap with what was before.
 template <typename T, int kBits>
-cudaError_t launch_packed_rows(const DecodeLinear& layer, const PackedShape& shape, const PackedChoice& choice, cudaStream_t stream) {
+cudaError_t launch_packed_rows(const DecodeLinear& layer, const PackedShape& shape, cudaStream_t stream) {
   DecodeLinear part = layer;
   int64_t most = 2 * kHalfRows;
   const auto rows_of = [](TypedPointer rows, int64_t element) {
@@ -174,10 +153,10 @@ cudaError_t launch_packed_rows(const DecodeLinear& layer, const PackedShape& sha
     return rows;
   };
   cudaError_t error = cudaSuccess;
-  // TUNED: H200, us of these kernels and of rings, int8: K = 14336, 8 rows 26 and 48; K = 8192, 8 rows 12.5 and 11.0, 16 rows
-  // 13.6 and 22.3; 16 rows that registers hold, 5.7 and 3.0 (a1d415c7).
+  // TUNED: H200, us of these kernels and of rings, int8: K = 14336, 8 rows 19 and 48; K = 8192, 8 rows 10.2 and 11.0, 16 rows
+  // 10.8 and 22.3; 16 rows that registers hold, 4.8 and 3.0 (a1d415c7).
   const int64_t few = layer.in_features > 8192 ? kHalfRows / 2 : kHalfRows;
-  if (choice.kernel == PackedChoice::kBest && (layer.rows > most || (layer.rows > few && exceeds_registers(layer)))) {
+  if (layer.rows > most || (layer.rows > few && exceeds_registers(layer))) {
     error = launch_packed_tiles<T, kBits>(layer, shape, stream);
     if (error != cudaErrorNotSupported) return error;
   }
@@ -187,7 +166,7 @@ cudaError_t launch_packed_rows(const DecodeLinear& layer, const PackedShape& sha
     part.output = rows_of(layer.output, first * output_columns(layer));
     part.residual = rows_of(layer.residual, first * output_columns(layer));
     part.pdl = layer.pdl && first == 0;
-    error = launch_packed_linear<T, kBits>(part, shape, choice, stream);
+    error = launch_packed_linear<T, kBits>(part, shape, stream);
     if (error == cudaErrorNotSupported && most > 1) {
       most /= 2;
       continue;

@@ -4,7 +4,7 @@
 namespace fuseopt {
 
 #define FUSEOPT_EXTERN(T, kBits) \
-  extern template cudaError_t launch_packed_rows<T, kBits>(const DecodeLinear&, const PackedShape&, const PackedChoice&, cudaStream_t)
+  extern template cudaError_t launch_packed_rows<T, kBits>(const DecodeLinear&, const PackedShape&, cudaStream_t)
 FUSEOPT_EXTERN(__half, 4);
 FUSEOPT_EXTERN(__half, 8);
 FUSEOPT_EXTERN(__nv_bfloat16, 4);
@@ -26,7 +26,7 @@ extern "C" cudaError_t fuseopt_decode_packed_linear(PackedLinear packed, cudaStr
   if (layer.rows == 0 || layer.out_features == 0) return cudaSuccess;
   const auto launch = packed.bits == 4 ? layer.weight_dtype == kBFloat16 ? launch_packed_rows<__nv_bfloat16, 4> : launch_packed_rows<__half, 4>
                                        : layer.weight_dtype == kBFloat16 ? launch_packed_rows<__nv_bfloat16, 8> : launch_packed_rows<__half, 8>;
-  return launch(layer, shape_of(packed), {}, stream);
+  return launch(layer, shape_of(packed), stream);
 }
 
 }  // namespace fuseopt

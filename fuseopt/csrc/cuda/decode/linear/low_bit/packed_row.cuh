@@ -27,7 +27,8 @@ struct PackedRowLayer : MmaLayer<T> {
   bool is_gated;
 };
 
-constexpr int kMostRingStages = 8;
+// TUNED: with the kernel: 3 and 4 stages are no faster (docs/lab-notes/2026-11-30-one-row-of-packed-weights.md).
+constexpr int kRingStages = 2;
 
 // How the calling lane multiplies a row with units of a line.
 template <typename T, int kBits>
@@ -95,13 +96,13 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kWarps == 16 || kLines == 4
 
   // Factors [chunks][kFactors][4] pieces, of a LayerNorm x * g in two parts, g and b; sums [kWarps][kPlaces]; of a norm,
   // each lane's deviations; weights [kWarps][stages][kLines][stage_blocks].
-  extern __shared__ __align__(kRingAlignment) char shared[];
-  __shared__ Arrivals arrivals[kWarps][kRing ? kMostRingStages : 1];
+  extern __shared__ __align__(kRingAlignment) char row_shared[];
+  __shared__ Arrivals arrivals[kWarps][kRing ? kRingStages : 1];
   __shared__ __align__(16) Sum sums_of[kWarps * kPlaces];
   __shared__ Deviations deviations_of[kHasNorm ? kWarps * kWarpSize : 1];
   const int of_line = layer.stage_blocks * shape.block_bytes, stage_bytes = kLines * of_line;
-  uint4* const factors = reinterpret_cast<uint4*>(shared) + first * kBlockPieces * kFactors;
-  char* const ring = shared + kWarps * layer.part_blocks * kBlockPieces * kFactors * kAccessBytes +
+  uint4* const factors = reinterpret_cast<uint4*>(row_shared) + first * kBlockPieces * kFactors;
+  char* const ring = row_shared + kWarps * layer.part_blocks * kBlockPieces * kFactors * kAccessBytes +
                      warp * (kRing ? layer.stages : 1) * stage_bytes;
 
   let_successor_start();

@@ -35,7 +35,7 @@ struct PackedRowPlan {
     stage_blocks = part_blocks;
     const bool has_kernel = lines == 2 || (warps == 16 && !has_norm);  // with a ring
     if (is_large && has_kernel) stage_blocks = std::min(ring_blocks, part_blocks);
-    if (stage_blocks < part_blocks) stages = 2;
+    if (stage_blocks < part_blocks) stages = kRingStages;
     const int block_k = bits == 4 ? kBlockK<4> : kBlockK<8>;
     loads = static_cast<int>(ceil_div(part_blocks * block_k, kWarpSize * kLaneValues));
     shared_bytes = static_cast<size_t>(lines) * warps * stages * stage_blocks * shape.block_bytes +
@@ -96,22 +96,22 @@ bool launch_packed_row(const DecodeLinear& layer, const PackedShape& shape, cuda
   if (!PackedRowPlan::is_faster(layer, shape, kBits)) return false;
   const PackedRowPlan plan(layer, shape, kBits);
   if (!plan.fits()) return false;
-  const auto with_loads = [&]<int kLines, int kWarps, RowNorm kNorm, int kHeld, bool kRing, int kMostLoads>() {
+  const auto with_loads = [&]<int kLines, int kWarps, RowNorm kNorm, int kHeld, bool kRing, int kLoadLimit>() {
     const auto launch = [&]<int kLoads>() {
-      if constexpr (kLoads <= kMostLoads) {
+      if constexpr (kLoads <= kLoadLimit) {
         error = launch_packed_row_as<T, kBits, kLines, kWarps, kNorm, kLoads, kHeld, kRing>(layer, shape, plan, stream);
       }
-      return kLoads <= kMostLoads;
+      return kLoads <= kLoadLimit;
     };
     return plan.loads == 1 ? launch.template operator()<1>()
            : plan.loads == 2 ? launch.template operator()<2>()
                              : plan.loads <= 4 && launch.template operator()<4>();
   };
   const auto with_norm = [&]<int kLines, int kWarps, int kHeld, bool kRing>() {
-    constexpr int kMostLoads = kHeld > 0 ? 1 : 2;
+    constexpr int kLoadLimit = kHeld > 0 ? 1 : 2;
     if constexpr (kHasNorms) {
-      if (layer.norm == kLayerNorm) return with_loads.template operator()<kLines, kWarps, RowNorm::kLayer, kHeld, kRing, kMostLoads>();
-      return with_loads.template operator()<kLines, kWarps, RowNorm::kRms, kHeld, kRing, kMostLoads>();
+      if (layer.norm == kLayerNorm) return with_loads.template operator()<kLines, kWarps, RowNorm::kLayer, kHeld, kRing, kLoadLimit>();
+      return with_loads.template operator()<kLines, kWarps, RowNorm::kRms, kHeld, kRing, kLoadLimit>();
     }
     return false;
   };

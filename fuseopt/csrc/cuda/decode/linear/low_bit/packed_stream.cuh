@@ -8,9 +8,8 @@
 
 namespace fuseopt {
 
-// How a ring is filled, and 4 bits are multiplied. kFolded: with a constant added, which products of the rows with ones take
-// out of the sums of a group: fewer instructions, and sums of about 30 times the magnitude.
-enum class Ring { kAsync, kBulk, kFolded };
+// How a ring is filled.
+enum class Ring { kAsync, kBulk };
 
 // TUNED: version 3 of the kernel, four models, H200, 2026-11-30: 4 and 2 stages differ by less than 3%.
 constexpr int kPackedWarps = 8, kStageBlocks = 2;

@@ -71,14 +71,14 @@ __device__ inline unsigned and_xor(unsigned a) {
 
 // `pairs`: the values of a word, exactly, two neighbouring k each. `zero`: kMagic plus the zero point, of 4 bits.
 // 8 bits: bytes are in the order k, k + 2, k + 1, k + 3. bfloat16 has room for 7 bits behind its first one; the eighth, of
-// weight -128, makes 256 of the 128 that is subtracted. kFolds: 4 bits stay kMagic more than they are.
-template <typename T, int kBits, bool kFolds = false>
+// weight -128, makes 256 of the 128 that is subtracted.
+template <typename T, int kBits>
 __device__ inline void unpack(unsigned word, unsigned zero, unsigned* pairs) {
   if constexpr (kBits == 4) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       pairs[i] = and_xor<0x000f000fu, kMagic<T>>(word >> 4 * i);
-      if constexpr (!kFolds) pairs[i] = subtract_pair<T>(pairs[i], zero);
+      pairs[i] = subtract_pair<T>(pairs[i], zero);
     }
   } else {
 #pragma unroll
@@ -94,13 +94,13 @@ __device__ inline void unpack(unsigned word, unsigned zero, unsigned* pairs) {
 }
 
 // A lane's operands of a chunk from its 16 bytes of a unit: of output lane / 4, and of the one 8 further.
-template <typename T, int kBits, bool kFolds = false>
+template <typename T, int kBits>
 __device__ inline void unpack_chunk(const uint4& unit, int chunk, unsigned zero_low, unsigned zero_high, uint4& low,
                                     uint4& high) {
   unsigned *const to_low = reinterpret_cast<unsigned*>(&low), *const to_high = reinterpret_cast<unsigned*>(&high);
   if constexpr (kBits == 4) {
-    unpack<T, 4, kFolds>(chunk % 2 == 0 ? unit.x : unit.z, zero_low, to_low);
-    unpack<T, 4, kFolds>(chunk % 2 == 0 ? unit.y : unit.w, zero_high, to_high);
+    unpack<T, 4>(chunk % 2 == 0 ? unit.x : unit.z, zero_low, to_low);
+    unpack<T, 4>(chunk % 2 == 0 ? unit.y : unit.w, zero_high, to_high);
   } else {
     unpack<T, 8>(unit.x, 0, to_low), unpack<T, 8>(unit.y, 0, to_low + 2);
     unpack<T, 8>(unit.z, 0, to_high), unpack<T, 8>(unit.w, 0, to_high + 2);
