@@ -77,6 +77,12 @@ def test_logits_are_those_of_weights_on_the_device(family: str) -> None:
     assert not any(map(is_parked, tied))
 
 
+def test_only_the_parameter_holds_host_memory(generated: tuple[nn.Module, nn.Module]) -> None:
+    for layer in parked(generated[0]).values():
+        storage = layer.weight.untyped_storage()
+        assert torch._C._storage_Use_Count(storage._cdata) == 2  # the Parameter, and `storage`
+
+
 def test_long_prompts_multiply_with_the_dequantised_weights() -> None:
     model = made(max_position_embeddings=128)
     inputs = prompt(model, 2, 40, seed=3, padded=False)

@@ -179,7 +179,7 @@ class LowBitWeights:
         self._came: list[Linear] = []
         self._tensors: list[Tensor] = []
         self._samples: tuple[ReadSamples, ...] = ()
-        self._weights: list[tuple[Tensor, ...]] = []
+        self._transposed: list[bool] = []
         self._parameters: list[Tensor] = []
         self._parked: list[nn.Module] = []
         self.unquantised_bytes = 0
@@ -241,23 +241,20 @@ class LowBitWeights:
     def _park(self, model: nn.Module) -> list[Tensor]:
         """Moves the layers' Parameters to host memory if that is asked for. Returns the weights that stay."""
         tensors: list[Tensor] = []
-        self._weights, self._parked = [], []
+        self._transposed, self._parked = [], []
         layers = self._choice.layers if self.options is not None and self.options.keep == "cpu" else ()
         can_park = parkable(model, (source for layer in layers for source in layer.sources))
         for layer in self._choice.layers:
             weights = layer.weights
+            self._transposed.append(weights[0].stride() != layer.sources[0].weight.stride())
             if layer.has_unquantised and can_park.issuperset(layer.sources):
-                is_transposed = weights[0].stride() != layer.sources[0].weight.stride()
                 layer.weights = tuple(weight.new_full((), torch.nan).expand(weight.shape) for weight in weights)
                 layer.has_unquantised = False
                 for source in layer.sources:
                     park(source)
-                wholes = (source.weight.T if is_transposed else source.weight for source in layer.sources)
-                weights = tuple(part for whole in wholes for part in whole.chunk(len(weights) // len(layer.sources)))
                 self._parked += layer.sources
             else:
                 tensors += weights
-            self._weights.append(weights)
         # Referenced, so that no other Parameter gets the id of one of them.
         self._parameters = [source.weight for layer in layers for source in layer.sources]
         return tensors
@@ -286,13 +283,12 @@ class LowBitWeights:
     def modules(self) -> Iterator[QuantisedModule]:
         """The linear layers of the model that are quantised, without pre-quantised ones."""
         names = iter(self._choice.names)
-        for layer, unquantised in zip(self._choice.layers, self._weights, strict=True):
-            share = len(unquantised) // len(layer.sources)
+        for layer, is_transposed in zip(self._choice.layers, self._transposed, strict=True):
+            share = len(layer.low_bit) // len(layer.sources)
             for index, source in enumerate(layer.sources):
-                parts = slice(index * share, (index + 1) * share)
-                weights = unquantised[parts]
-                is_transposed = weights[0].stride() != source.weight.stride()
-                low_bit = tuple(map(unpacked, layer.low_bit[parts]))
+                stored = source.weight.detach()
+                weights = (stored.T if is_transposed else stored).chunk(share)
+                low_bit = tuple(map(unpacked, layer.low_bit[index * share : (index + 1) * share]))
                 yield QuantisedModule(next(names), weights, low_bit, is_transposed)
 
     @property
