@@ -101,6 +101,15 @@ def pack_for_cuda(weight: LowBitWeight, dtype: torch.dtype) -> PackedWeight:
     return PackedWeight(data, outputs, inputs, 4, group, zeros is not None, dtype)
 
 
+def data_shape(weight: PackedWeight) -> torch.Size:
+    """The shape that `data` has for the other attributes."""
+    lines, blocks = _counts(weight.outputs, weight.inputs, weight.bits)
+    if weight.bits == 8:
+        return torch.Size((lines, _HEADER + blocks * _BLOCK_BYTES))
+    of_group = 2 * _LINE * (2 if weight.has_zeros else 1)
+    return torch.Size((lines, blocks * (_BLOCK_BYTES + _BLOCK[4] // weight.group * of_group)))
+
+
 def unpacked(weight: LowBitWeight | PackedWeight) -> LowBitWeight:
     """The LowBitWeight of the same numbers; `weight` itself if it is one."""
     if isinstance(weight, LowBitWeight):

@@ -77,6 +77,12 @@ def test_logits_are_those_of_weights_on_the_device(family: str) -> None:
     assert not any(map(is_parked, tied))
 
 
+def test_only_the_parameter_holds_host_memory(generated: tuple[nn.Module, nn.Module]) -> None:
+    for layer in parked(generated[0]).values():
+        storage = layer.weight.untyped_storage()
+        assert torch._C._storage_Use_Count(storage._cdata) == 2  # the Parameter, and `storage`
+
+
 def test_long_prompts_multiply_with_the_dequantised_weights() -> None:
     model = made(max_position_embeddings=128)
     inputs = prompt(model, 2, 40, seed=3, padded=False)
@@ -116,10 +122,15 @@ def test_a_forward_brings_the_weights_back(use: Callable, generated: tuple[nn.Mo
     found, expected = use(model), use(stock)
     assert torch.equal(found, expected)
     assert not parked(model) and {parameter.device for parameter in model.parameters()} == place
+    assert "host memory" not in " ".join(model.generate.report_lines())
     with mock.patch.object(low_bit, "quantize") as unused:
         assert torch.equal(forced(model, inputs), before)
     assert not unused.called and parked(model)
     assert_same_state(model, stock)
+
+
+def filled_like(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.new_full((64, 96), 0.1))
 
 
 def test_edits_of_parked_weights_are_quantised_again(generated: tuple[nn.Module, nn.Module]) -> None:
@@ -130,6 +141,7 @@ def test_edits_of_parked_weights_are_quantised_again(generated: tuple[nn.Module,
         lambda layers: layers[1].self_attn.o_proj.load_state_dict({"weight": torch.ones(96, 48)}, strict=False),
         lambda layers: setattr(layers[0].mlp.down_proj.weight, "data", layers[0].mlp.down_proj.weight.data * 2),
         lambda layers: layers[1].mlp.gate_proj.weight.data.neg_(),
+        lambda layers: setattr(layers[0].mlp.up_proj, "weight", filled_like(layers[0].input_layernorm.weight)),
     ]
     inputs = short(model)
     for edit in edits:
@@ -139,6 +151,29 @@ def test_edits_of_parked_weights_are_quantised_again(generated: tuple[nn.Module,
         assert counted.call_count == 1 and parked(model)
         assert_near(found, forced(dequantised(stock, bits=8), inputs))
     assert_same_state(model, stock)
+
+
+def test_a_forward_that_another_thread_or_a_lack_of_memory_interrupts(generated: tuple[nn.Module, nn.Module]) -> None:
+    model, stock = generated
+    layer, expected = model.model.layers[0].mlp.up_proj, stock.model.layers[0].mlp.up_proj
+    input = expected.weight.new_ones(2, 96)
+    looked_up = layer.forward  # as a second thread does before the first has brought the weight back
+    with mock.patch.object(torch.Tensor, "to", side_effect=torch.OutOfMemoryError), pytest.raises(RuntimeError):
+        layer(input)
+    assert is_parked(layer)
+    for _ in range(2):
+        assert torch.equal(looked_up(input), expected(input)) and not is_parked(layer)
+
+
+def test_a_forward_set_around_that_of_a_parked_layer_stays(generated: tuple[nn.Module, nn.Module]) -> None:
+    model, stock = generated
+    layer, place = model.model.layers[0].mlp.up_proj, stock.lm_head.weight.device
+    wrapped = layer.forward = mock.Mock(wraps=layer.forward)
+    for _ in range(2):
+        assert torch.equal(forward(model), forward(stock))
+    assert layer.forward is wrapped and wrapped.call_count == 2 and layer.weight.device == place
+    fuseopt.restore(model)
+    assert torch.equal(forward(model), forward(stock)) and wrapped.call_count == 3
 
 
 def test_restored_and_copied_models(generated: tuple[nn.Module, nn.Module]) -> None:

@@ -9,7 +9,7 @@ from fuseopt import ops
 from fuseopt.errors import BackendError
 from fuseopt.ops.dequantize_packed import dequantize_packed
 from fuseopt.ops.low_bit import LowBitWeight, dequantize, pack, quantize
-from fuseopt.ops.packed_weight import pack_for_cuda, parts_of, unpacked
+from fuseopt.ops.packed_weight import data_shape, pack_for_cuda, parts_of, unpacked
 
 
 def _float(half: int, dtype: torch.dtype) -> float:
@@ -168,3 +168,24 @@ def test_parts_of_a_weight():
     assert [(first, part.outputs) for first, part in parts] == [(0, 32), (32, 32), (64, 32), (96, 4)]
     whole = torch.cat([dequantize_packed(part) for _, part in parts])
     assert torch.equal(whole, dequantize(weight, torch.float16))
+
+
+def test_other_weights_are_refused() -> None:
+    low = quantize(torch.randn(16, 128), 4, 128, symmetric=True)
+    packed, input = pack_for_cuda(low, torch.float16), torch.randn(2, 128).half()
+    for op, other, message in (
+        (ops.decode_packed_linear, low, "must be a PackedWeight, as pack_for_cuda makes it, not LowBitWeight"),
+        (ops.decode_packed_linear, [packed, input], "must be a PackedWeight, as pack_for_cuda makes it, not Tensor"),
+        (ops.decode_low_bit_linear, packed, "must be a LowBitWeight, as quantize makes it, not PackedWeight"),
+        (ops.decode_low_bit_linear, input, "must be a LowBitWeight, as quantize makes it, not Tensor"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            op(input, other)
+    with pytest.raises(ValueError, match=r"data must have shape \(1, 2112\), not \(1, 1056\)"):
+        ops.decode_packed_linear(input, packed._replace(bits=8))
+
+
+@pytest.mark.parametrize("bits, group, symmetric", [(8, 136, True), (4, 32, False), (4, 64, True), (4, 128, False)])
+def test_shape_of_the_data(bits: int, group: int, symmetric: bool) -> None:
+    packed = pack_for_cuda(quantize(torch.randn(17, 136 if bits == 8 else 256), bits, group, symmetric), torch.bfloat16)
+    assert packed.data.shape == data_shape(packed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from fuseopt.config import LowBitOptions
 from fuseopt.generation.engine.layers import Linear
-from fuseopt.generation.engine.parked_weights import park, parkable
+from fuseopt.generation.engine.parked_weights import is_parked, park, parkable
 from fuseopt.modules.quantised import UnreadableWeight, described
 from fuseopt.ops import registry
 from fuseopt.ops.backends import assumed_gpu
@@ -179,9 +179,9 @@ class LowBitWeights:
         self._came: list[Linear] = []
         self._tensors: list[Tensor] = []
         self._samples: tuple[ReadSamples, ...] = ()
-        self._weights: list[tuple[Tensor, ...]] = []
+        self._transposed: list[bool] = []
         self._parameters: list[Tensor] = []
-        self._parked: list[Tensor] = []
+        self._parked: list[nn.Module] = []
         self.unquantised_bytes = 0
 
     def put_into(self, model: nn.Module, choice: LowBitChoice | None, linears: Iterable[Linear]) -> None:
@@ -241,23 +241,20 @@ class LowBitWeights:
     def _park(self, model: nn.Module) -> list[Tensor]:
         """Moves the layers' Parameters to host memory if that is asked for. Returns the weights that stay."""
         tensors: list[Tensor] = []
-        self._weights, self._parked = [], []
+        self._transposed, self._parked = [], []
         layers = self._choice.layers if self.options is not None and self.options.keep == "cpu" else ()
         can_park = parkable(model, (source for layer in layers for source in layer.sources))
         for layer in self._choice.layers:
             weights = layer.weights
+            self._transposed.append(weights[0].stride() != layer.sources[0].weight.stride())
             if layer.has_unquantised and can_park.issuperset(layer.sources):
-                is_transposed = weights[0].stride() != layer.sources[0].weight.stride()
                 layer.weights = tuple(weight.new_full((), torch.nan).expand(weight.shape) for weight in weights)
                 layer.has_unquantised = False
                 for source in layer.sources:
                     park(source)
-                wholes = (source.weight.T if is_transposed else source.weight for source in layer.sources)
-                weights = tuple(part for whole in wholes for part in whole.chunk(len(weights) // len(layer.sources)))
-                self._parked += [source.weight for source in layer.sources]
+                self._parked += layer.sources
             else:
                 tensors += weights
-            self._weights.append(weights)
         # Referenced, so that no other Parameter gets the id of one of them.
         self._parameters = [source.weight for layer in layers for source in layer.sources]
         return tensors
@@ -267,14 +264,16 @@ class LowBitWeights:
 
         Waits for the device.
         """
-        # A parked weight may come back to the device at any time.
-        parked = map(_content, self._parked)
+        # A parked weight may come back to the device at any time, or another Parameter may take its place.
+        weights: list[Any] = [layer.weight for layer in self._parked]
+        parked = ((id(weight), *_content(weight)) for weight in weights)
         return (*parked, *map(_version, self._tensors), *(samples.read() for samples in self._samples))
 
     @property
     def parked_bytes(self) -> int:
         """Bytes of the weights that are in host memory."""
-        return sum(weight.nbytes for weight in self._parked)
+        weights: list[Any] = [layer.weight for layer in self._parked if is_parked(layer)]
+        return sum(weight.nbytes for weight in weights)
 
     @property
     def most_rows(self) -> int | None:
@@ -284,13 +283,12 @@ class LowBitWeights:
     def modules(self) -> Iterator[QuantisedModule]:
         """The linear layers of the model that are quantised, without pre-quantised ones."""
         names = iter(self._choice.names)
-        for layer, unquantised in zip(self._choice.layers, self._weights, strict=True):
-            share = len(unquantised) // len(layer.sources)
+        for layer, is_transposed in zip(self._choice.layers, self._transposed, strict=True):
+            share = len(layer.low_bit) // len(layer.sources)
             for index, source in enumerate(layer.sources):
-                parts = slice(index * share, (index + 1) * share)
-                weights = unquantised[parts]
-                is_transposed = weights[0].stride() != source.weight.stride()
-                low_bit = tuple(map(unpacked, layer.low_bit[parts]))
+                stored = source.weight.detach()
+                weights = (stored.T if is_transposed else stored).chunk(share)
+                low_bit = tuple(map(unpacked, layer.low_bit[index * share : (index + 1) * share]))
                 yield QuantisedModule(next(names), weights, low_bit, is_transposed)
 
     @property

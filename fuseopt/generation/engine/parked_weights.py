@@ -30,7 +30,7 @@ class ParkedForward:
     def __call__(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         layer = self.layer
         fetch(layer, input.device)
-        return layer.forward(input, *args, **kwargs)
+        return type(layer).forward(layer, input, *args, **kwargs)
 
 
 def is_parked(layer: nn.Module) -> bool:
@@ -52,19 +52,22 @@ def parkable(model: nn.Module, layers: Iterable[nn.Module]) -> set[nn.Module]:
 def park(layer: nn.Module) -> None:
     """Moves a layer's weight to host memory, pinned if it comes from a GPU. The Parameter stays the same object."""
     weight: Any = layer.weight
+    # First, so that an interrupt never leaves a weight in host memory that no forward brings back.
+    layer.forward = ParkedForward(layer)  # type: ignore[assignment]
     with torch.inference_mode(False), torch.no_grad():
         host = torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda, requires_grad=False)
         weight.data = host.copy_(weight)
-    layer.forward = ParkedForward(layer)  # type: ignore[assignment]
 
 
 def fetch(layer: nn.Module, device: torch.device) -> None:
-    """Undoes `park`, with the weight on `device`."""
-    del layer.forward
+    """Undoes `park`, with the weight on `device`. Waits for the copy, as other threads and streams may read it next."""
     weight: Any = layer.weight
     # A tensor made in inference mode could not be trained later.
     with torch.inference_mode(False), torch.no_grad():
-        weight.data = weight.data.to(device, non_blocking=True)
+        weight.data = weight.data.to(device)
+    # Last, so that an interrupt and other threads find a forward that brings the weight back. One of them may be first.
+    if is_parked(layer):  # else somebody has set a forward around this one meanwhile
+        layer.__dict__.pop("forward", None)
 
 
 def fetch_all(model: nn.Module) -> None:

@@ -6,6 +6,7 @@ The CPU kernels read the weight once for all rows, in the order in which it is s
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,8 @@ from fuseopt.ops.library import check_shape, compute_dtype, define, without_auto
 from fuseopt.ops.low_bit import LowBitWeight
 from fuseopt.ops.packed_weight import PackedWeight
 from fuseopt.tuning import table_of
+
+_Quantised = TypeVar("_Quantised", LowBitWeight, PackedWeight)
 
 FEW_ROWS = 16
 """Up to this number of rows the CUDA kernels take any layer; above, those for which `is_fast` is true."""
@@ -147,6 +150,20 @@ def as_list(tensors: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
     if tensors is None:
         return []
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def quantised_list(weight: Any, kind: type[_Quantised], made_by: str) -> list[_Quantised]:
+    """One weight, or several, as a list.
+
+    Raises:
+        TypeError: something else than `kind`, which `made_by` makes, is among them.
+    """
+    # Both kinds are named tuples.
+    weights = list(weight) if isinstance(weight, (list, tuple)) and not hasattr(weight, "_fields") else [weight]
+    for each in weights:
+        if not isinstance(each, kind):
+            raise TypeError(f"weight must be a {kind.__name__}, as {made_by} makes it, not {type(each).__name__}")
+    return weights
 
 
 def check_layer(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
-from fuseopt.ops.decode.linear import as_list, check_layer, out_columns, reference_layer
+from fuseopt.ops.decode.linear import as_list, check_layer, out_columns, quantised_list, reference_layer
 from fuseopt.ops.decode.low_bit_samples import low_bit_samples, sample_weight
 from fuseopt.ops.decode.packed_linear import decode_packed_linear
 from fuseopt.ops.dequantize_packed import dequantize_packed
@@ -111,10 +111,10 @@ def decode_low_bit_linear(
 
     Raises:
         ValueError: shapes or options that do not fit together.
-        TypeError: dtypes of a LowBitWeight other than its own.
+        TypeError: another weight than a LowBitWeight, or dtypes other than its own.
         BackendError: the backend named cannot run here; the message says why.
     """
-    weights, biases = [weight] if isinstance(weight, LowBitWeight) else list(weight), as_list(bias)
+    weights, biases = quantised_list(weight, LowBitWeight, "quantize"), as_list(bias)
     _check(input, weights)
     check_layer(input, weights, biases, residual, norm, norm_weight, norm_bias, activation, gated)
     rows = input.shape[:-1].numel()

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
-from fuseopt.ops.decode.linear import FEW_ROWS, as_list, check_layer, reference_layer
+from fuseopt.ops.decode.linear import FEW_ROWS, as_list, check_layer, quantised_list, reference_layer
 from fuseopt.ops.decode.low_bit_samples import low_bit_samples
 from fuseopt.ops.library import check_shape, define
 from fuseopt.ops.low_bit import MAX_ROWS, dequantize
-from fuseopt.ops.packed_weight import DTYPES, PackedWeight, not_packed_reason, pack_for_cuda, unpacked
+from fuseopt.ops.packed_weight import DTYPES, PackedWeight, data_shape, not_packed_reason, pack_for_cuda, unpacked
 
 MOST_NORMALISED_ROWS = 8
 """For more rows a norm is faster as an op of its own: the kernels for them have none."""
@@ -62,7 +62,7 @@ def _check(input: Tensor, weights: Sequence[PackedWeight]) -> None:
     for weight in weights:
         if weight.data.dtype is not torch.uint8 or weight.data.dim() != 2:
             raise TypeError("data of a PackedWeight must be uint8 [lines, bytes], as pack_for_cuda makes it")
-        check_shape("data", weight.data, torch.Size((-(-weight.outputs // 16), weight.data.shape[1])))
+        check_shape("data", weight.data, data_shape(weight))
 
 
 def decode_packed_linear(
@@ -99,10 +99,10 @@ def decode_packed_linear(
 
     Raises:
         ValueError: shapes or options that do not fit together.
-        TypeError: data other than `pack_for_cuda` makes.
+        TypeError: another weight or data than `pack_for_cuda` makes.
         BackendError: the backend named cannot run here; the message says why.
     """
-    weights, biases = [weight] if isinstance(weight, PackedWeight) else list(weight), as_list(bias)
+    weights, biases = quantised_list(weight, PackedWeight, "pack_for_cuda"), as_list(bias)
     _check(input, weights)
     check_layer(input, weights, biases, residual, norm, norm_weight, norm_bias, activation, gated)
     parameters = (*biases, norm_weight, norm_bias)
