@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import torch
-import triton
-from dlrm_kernel import interaction_backward_kernel, interaction_kernel
+from dlrm_kernel import interaction_backward_by_triton, interaction_by_triton
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -122,30 +121,8 @@ def fits_a_warp(features: Tensor, *grad: Tensor) -> bool | str:
     return fits or "takes contiguous [batch, 2 to 32, up to 1024] of one dtype, not float64, rows of whole 16 bytes"
 
 
-def launch_of(features: Tensor, warps_in_half: int) -> dict[str, int]:
-    """Sizes of a tile, which holds one sample (tl.dot takes 16 at least), and the warps that are fastest on an H200."""
-    n, d = (max(16, triton.next_power_of_2(size)) for size in features.shape[1:])
-    return {"N": n, "D": d, "num_warps": 4 if features.dtype == torch.float32 else warps_in_half}
-
-
-@interaction.kernel("triton", supports=fits_a_tile)
-def interaction_by_triton(features):
-    batch, n, d = features.shape
-    output = features.new_empty(batch, d + n * (n - 1) // 2)
-    if batch:
-        interaction_kernel[(batch,)](features, output, n, d, output.shape[1], **launch_of(features, 1))
-    return output
-
-
-@interaction_backward.kernel("triton", supports=fits_a_tile)
-def interaction_backward_by_triton(features, grad):
-    batch, n, d = features.shape
-    result = torch.empty_like(features)
-    if batch:
-        interaction_backward_kernel[(batch,)](features, grad, result, n, d, grad.shape[1], **launch_of(features, 2))
-    return result
-
-
+interaction.kernel("triton", supports=fits_a_tile)(interaction_by_triton)
+interaction_backward.kernel("triton", supports=fits_a_tile)(interaction_backward_by_triton)
 for op in (interaction, interaction_backward):
     op.native(cuda=FOLDER / "interaction.cu").supports(fits_a_warp, "cuda")
 

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import importlib.util
-import tempfile
 from pathlib import Path
 
 import torch
@@ -14,11 +13,8 @@ from torch import Tensor
 
 import fuseopt
 
+
 # 1. One op, whose reference is plain PyTorch. base and delta are [..., width], bias is [width].
-OUT = Path("build") / "examples" / "lora"  # git ignores build/
-DEFAULT = "default: %(default)s"
-
-
 @fuseopt.op("lora::epilogue")
 def epilogue(base: Tensor, delta: Tensor, bias: Tensor, scale: float, activation: str) -> Tensor:
     y = base + scale * delta + bias
@@ -95,33 +91,25 @@ def takes(base, delta, bias, scale, activation):
     return (is_fit and is_plain) or "takes contiguous base, delta [..., width], bias [width] of one dtype, not float64"
 
 
-def launch(inputs, output, grad=None, grad_delta=None):
-    """Run the kernel on tiles of about 1,024 elements. Returns the programs' shares of the bias' gradient."""
-    base, delta, bias, scale, activation = inputs
+def launch(base, delta, bias, scale, activation, grad=None):
+    """The output; with `grad`, the gradients of base, delta and bias. A tile has about 1,024 elements."""
     rows, width = base.numel() // max(base.shape[-1], 1), base.shape[-1]
     columns = min(triton.next_power_of_2(max(width, 1)), 1024)
     programs = min(triton.cdiv(rows, 1024 // columns), 2**31 - 1 if grad is None else 1056)  # 8 on each of 132 SMs
-    shares = None if grad is None else bias.new_empty((programs, width), dtype=torch.float32)
+    output, grad_delta, shares = torch.empty_like(base), None, None
+    if grad is not None:
+        grad_delta, shares = torch.empty_like(base), bias.new_empty((programs, width), dtype=torch.float32)
     if base.numel():
         epilogue_kernel[programs, triton.cdiv(width, columns)](
             base, delta, bias, output, grad, grad_delta, shares, rows, width, scale,
             ACTIVATION=activation, BACKWARD=grad is not None, ROWS=1024 // columns, COLUMNS=columns,
         )  # fmt: skip
-    return shares
+    return output if grad is None else (output, grad_delta, shares.sum(0))
 
 
-@epilogue.kernel("triton", supports=takes)
-def _(*inputs):
-    output = torch.empty_like(inputs[0])
-    launch(inputs, output)
-    return output
-
-
-@epilogue.backward("cuda")  # epilogue.cu has the forward alone
-@epilogue.backward("triton")
-def _(inputs, output, grad):
-    grad_base, grad_delta = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
-    return grad_base, grad_delta, launch(inputs, grad_base, grad.contiguous(), grad_delta).sum(0)
+epilogue.kernel("triton", takes)(launch)
+for backend in ("triton", "cuda"):  # epilogue.cu has the forward alone
+    epilogue.backward(backend)(lambda inputs, output, grad: launch(*inputs, grad.contiguous()))
 
 
 # 4. In CUDA, with launch code.
@@ -137,20 +125,18 @@ epilogue.native(cuda=Path(__file__).with_name("epilogue.cu")).supports(takes, "c
 # 5. The contract first, then the times: bandwidth against batch size, as a share of a copy's.
 def main(arguments: list[str] | None = None) -> None:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__)
-    rows = [4**n for n in (range(5, 10) if on_gpu else (3, 4))]
-    parser.add_argument("--rows", type=int, nargs="+", default=rows, help=DEFAULT)
-    parser.add_argument("--width", type=int, default=1024 if on_gpu else 128, help=DEFAULT)
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"] if on_gpu else ["float32"], help=DEFAULT)
-    parser.add_argument("--out", type=Path, default=OUT, help=f"folder for lora.json and the plots; {DEFAULT}")
+    shapes = [f"{4**n}x1024" for n in range(5, 10)] if on_gpu else ["64x128", "256x128"]
+    dtypes = ["bfloat16", "float32"] if on_gpu else ["float32"]
+    parser, default = argparse.ArgumentParser(description=__doc__), "default: %(default)s"
+    parser.add_argument("--shapes", nargs="+", default=shapes, help=f"rows x width; {default}")
+    parser.add_argument("--dtypes", nargs="+", default=dtypes, help=default)
+    parser.add_argument("--out", type=Path, default="build/examples/lora", help=f"folder of results; {default}")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=options.out).close()  # raises now, not after the work, if it cannot be written
     for report in map(fuseopt.check, (epilogue, by_expression)):
         assert report.ok, report
         print(f"{report.name} keeps its contract: {len(report.rows)} checks")
-    shapes = [f"{rows}x{options.width}" for rows in options.rows]
-    timed = [op.bench(shapes, options.dtypes) for op in (epilogue, by_expression)]
+    timed = [op.bench(options.shapes, options.dtypes) for op in (epilogue, by_expression)]
     results = dataclasses.replace(timed[0], benchmark="lora", rows=timed[0].rows + timed[1].rows)
     print(results.to_markdown())
     results.save(options.out / "lora.json")

@@ -1,11 +1,9 @@
 """Linear layers with weights in 8 or 4 bits beside float32, bfloat16 and torchao: errors, times and a roofline."""
 
 import argparse
-import importlib
+import copy
 import importlib.util
 import itertools
-import json
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
 from fuseopt import ops
+from fuseopt.bench.harness.records import Record, Results
+from fuseopt.bench.harness.roofline import peaks
 
-OUT = Path("build") / "examples" / "low_bit_linear"  # git ignores build/
 KINDS = {
     "int8": {"bits": 8},
     "int4, groups of 128": {"bits": 4},
@@ -24,12 +23,6 @@ KINDS = {
     "int4, zero points": {"bits": 4, "symmetric": False},
 }
 HELD = 2**27  # bytes of copies of a weight, more than caches hold; consecutive calls read different copies
-
-
-# On a GPU the kernels read another order, and multiply with inputs in 16 bits.
-def quantized(weight: Tensor, **kind) -> ops.LowBitWeight | ops.PackedWeight:
-    found = ops.quantize(weight, **kind)
-    return ops.pack_for_cuda(found, weight.dtype) if weight.is_cuda else found
 
 
 # 1. A layer in 8 or 4 bits. Its weight is no Parameter: values and scales are not trained.
@@ -42,11 +35,16 @@ class LowBitLinear(nn.Module):
         return ops.low_bit_linear(input, self.weight, self.bias)
 
 
+# On a GPU the kernels read another order, and multiply with inputs in 16 bits.
+def quantized(weight: Tensor, **kind) -> ops.LowBitWeight | ops.PackedWeight:
+    found = ops.quantize(weight, **kind)
+    return ops.pack_for_cuda(found, weight.dtype) if weight.is_cuda else found
+
+
 # 2. The check. Only the weight is rounded: products and sums are those of the dequantised weight.
 def check(device: torch.device) -> None:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype, bound = (torch.bfloat16, 2e-2) if device.type == "cuda" else (torch.float32, 1e-5)
     linear, input = nn.Linear(512, 96, device=device, dtype=dtype), torch.randn(3, 512, device=device, dtype=dtype)
-    bound = 1e-5 if dtype is torch.float32 else 2e-2
     for name, kind in KINDS.items():
         layer = LowBitLinear(linear, **kind)
         dequantized = ops.dequantize(ops.unpacked(layer.weight), torch.float64)
@@ -56,23 +54,18 @@ def check(device: torch.device) -> None:
         print(f"{name}: as float64 with the dequantised weight, which is off by {off:.2%} of the weight's deviation")
 
 
-# 3. The ways to multiply, each with the weight that it reads.
-def ways(weight: Tensor) -> dict[str, tuple[Callable[[Tensor, object], Tensor], object]]:
+# 3. The weights to compare, and the product with each.
+def weights_of(weight: Tensor) -> dict[str, object]:
+    """Weights that stand for `weight` [outputs, inputs], or why torchao has none."""
     half = weight.bfloat16()
-    found = {"float32": (F.linear, weight), "bfloat16": (in_half(F.linear), half)}
-    multiply, read = (in_half(ops.low_bit_linear), half) if weight.is_cuda else (ops.low_bit_linear, weight)
-    found |= {name: (multiply, quantized(read, **kind)) for name, kind in KINDS.items()}
+    found = {"float32": weight, "bfloat16": half}
+    found |= {name: quantized(half if weight.is_cuda else weight, **kind) for name, kind in KINDS.items()}
     for bits in (8, 4):
-        name = f"torchao int{bits}"
         try:
-            found[name] = (F.linear, torchao_weight(weight, bits))
-        except Exception as error:  # the other contenders still get rows
-            found[name] = (None, f"{type(error).__name__}: {error}".splitlines()[0])
+            found[f"torchao int{bits}"] = torchao_weight(weight, bits)
+        except Exception as error:  # the other weights still get rows
+            found[f"torchao int{bits}"] = f"failed: {type(error).__name__}: {error}".splitlines()[0][:70]
     return found
-
-
-def in_half(multiply: Callable) -> Callable[[Tensor, object], Tensor]:
-    return lambda x, w: multiply(x.bfloat16(), w)
 
 
 def torchao_weight(weight: Tensor, bits: int) -> Tensor:
@@ -83,6 +76,12 @@ def torchao_weight(weight: Tensor, bits: int) -> Tensor:
     return linear.weight
 
 
+def multiply(input: Tensor, weight: object) -> Tensor:
+    if isinstance(weight, Tensor):
+        return F.linear(input.to(weight.dtype), weight)
+    return ops.low_bit_linear(input.bfloat16() if input.is_cuda else input, weight)
+
+
 def size_of(weight: object) -> int:
     """Bytes of the tensors that a weight consists of."""
     if hasattr(weight, "__tensor_flatten__"):
@@ -90,100 +89,61 @@ def size_of(weight: object) -> int:
     return weight.nbytes
 
 
-def copied(weight: object) -> object:
-    """A weight of the same values in other memory."""
-    if isinstance(weight, Tensor):
-        return weight.clone()
-    return weight._replace(**{name: t.clone() for name, t in weight._asdict().items() if isinstance(t, Tensor)})
-
-
 # 4. Times. Each call reads a copy of the weight that is no longer in the caches.
-def seconds(call: Callable[[], object]) -> float:
+def milliseconds(call: Callable[[], object]) -> tuple[float, ...]:
+    """Quartiles of the time."""
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=0.05).median
+    times = torch.tensor(timer.blocked_autorange(min_run_time=0.05).times) * 1e3
+    return tuple(times.quantile(torch.tensor([0.25, 0.5, 0.75])).tolist())
 
 
 @torch.no_grad()
-def measure(shape: tuple[int, int], rows: list[int], device: torch.device) -> list[dict]:
-    weight = torch.randn(shape, device=device) / shape[1] ** 0.5
-    inputs = {count: torch.randn(count, shape[1], device=device) for count in rows}
-    table = []
-    for way, (multiply, own) in ways(weight).items():
-        if multiply is None:
-            table.append({"way": way, "shape": shape, "failed": own})
+def measure(shape: str, rows: list[int], device: torch.device, bandwidth: float) -> list[Record]:
+    """A row for each weight and number of rows. `bandwidth` is that of a copy, GB/s."""
+    outputs, inputs = map(int, shape.split("x"))
+    weight = torch.randn(outputs, inputs, device=device) / inputs**0.5
+    table, of_float32 = [], {}  # and the median of float32 by number of rows
+    for name, own in weights_of(weight).items():
+        if isinstance(own, str):
+            table.append(Record(shape, name, note=own))
             continue
-        size = size_of(own)
-        held = itertools.cycle([own, *(copied(own) for _ in range(HELD // size))])
-        for count, input in inputs.items():
+        held = itertools.cycle([own, *(copy.deepcopy(own) for _ in range(HELD // size_of(own)))])
+        for count in rows:
+            input = torch.randn(count, inputs, device=device)
             exact = F.linear(input.double(), weight.double())
             error = ((multiply(input, own).double() - exact).norm() / exact.norm()).item()
-            time = seconds(lambda: multiply(input, next(held)))  # noqa: B023 - it runs now
-            moved = size + input.nbytes + exact.numel() * input.element_size()
-            entry = {"way": way, "shape": shape, "rows": count, "us": time * 1e6, "error": error}
-            table.append(entry | {"bytes": moved, "flops": 2 * count * weight.numel()})
-    return table
+            time = milliseconds(lambda: multiply(input, next(held)))  # noqa: B023 - it runs now
+            base = of_float32.setdefault(count, time[1])
+            speed_up = tuple(base / each for each in reversed(time))
+            moved = size_of(own) + input.nbytes + exact.numel() * input.element_size()
+            of_copy = moved / time[1] / 1e6 / bandwidth
+            numbers = {"bytes": moved, "flops": 2 * count * weight.numel(), "difference": f"{error:.1e}"}
+            table.append(Record(f"{shape}, rows: {count}", name, time, speed_up, of_copy=of_copy, **numbers))
+    return sorted(table, key=lambda row: row.flops or 0)
 
 
-def roofs(device: torch.device) -> tuple[float, float]:
-    """GB/s of reading memory, and GFLOP/s of a float32 matmul."""
-    large, square = torch.ones(HELD // 2, device=device), torch.randn(1024, 1024, device=device)
-    return large.nbytes / seconds(large.sum) / 1e9, 2 * 1024**3 / seconds(lambda: square @ square) / 1e9
-
-
-def print_table(table: list[dict], bandwidth: float) -> None:
-    columns = f"{'us':>8} {'GB/s':>6} {'of memory':>9} {'over float32':>12} {'error':>8}"
-    print(f"\n{'weight':>14} {'rows':>4}  {'':20} {columns}")
-    plain = {(row["shape"], row["rows"]): row["us"] for row in table if row["way"] == "float32"}
-    for row in sorted(table, key=lambda row: (row["shape"], row.get("rows", 0))):
-        shape = "x".join(map(str, row["shape"]))
-        if "failed" in row:
-            print(f"{shape:>14} {'':4}  {row['way']:20} {row['failed'][:70]}")
-            continue
-        speed, over = row["bytes"] / row["us"] / 1e3, plain[row["shape"], row["rows"]] / row["us"]
-        numbers = f"{row['us']:8.1f} {speed:6.1f} {speed / bandwidth:9.2f} {over:11.2f}x {row['error']:8.1e}"
-        print(f"{shape:>14} {row['rows']:4}  {row['way']:20} {numbers}")
-
-
-def save_roofline(table: list[dict], bandwidth: float, arithmetic: float, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    axes = (figure := Figure(figsize=(8, 6), layout="tight")).subplots()
-    edges, roof = [0.1, arithmetic / bandwidth, 1000.0], [0.1 * bandwidth, arithmetic, arithmetic]
-    axes.plot(edges, roof, "k-", label=f"{bandwidth:.0f} GB/s, {arithmetic:.0f} GFLOP/s")
-    measured = [row for row in table if "us" in row]
-    for way in dict.fromkeys(row["way"] for row in measured):
-        own = [row for row in measured if row["way"] == way]
-        intensity = [row["flops"] / row["bytes"] for row in own]
-        axes.scatter(intensity, [row["flops"] / row["us"] / 1e3 for row in own], label=way)
-    axes.set(xscale="log", yscale="log", xlabel="FLOP / byte", ylabel="GFLOP/s")
-    axes.legend()
-    figure.savefig(path)
-
-
-def main(arguments: list[str] | None = None) -> list[dict]:
-    parser = argparse.ArgumentParser(description=__doc__)
-    default = "default: %(default)s"
+def main(arguments: list[str] | None = None) -> Results:
+    parser, default = argparse.ArgumentParser(description=__doc__), "default: %(default)s"
     device, shapes = "cuda" if torch.cuda.is_available() else "cpu", ["2304x768", "768x3072", "32000x768"]
     parser.add_argument("--device", default=device, type=torch.device, help=default)
     parser.add_argument("--shapes", nargs="+", default=shapes, help=f"outputs x inputs; {default}")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16], help=default)
-    parser.add_argument("--out", type=Path, default=OUT, help=f"folder for results.json and roofline.png; {default}")
+    parser.add_argument("--out", type=Path, default="build/examples/low_bit_linear", help=f"result folder; {default}")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=options.out).close()  # raises now, not after the work, if it cannot be written
     torch.manual_seed(0)
     check(options.device)
-    bandwidth, arithmetic = roofs(options.device)
-    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
-    table = [row for shape in shapes for row in measure(shape, options.rows, options.device)]
-    print_table(table, bandwidth)
-    found = {"read_gigabytes_per_second": bandwidth, "matmul_gigaflops_per_second": arithmetic, "rows": table}
-    (options.out / "results.json").write_text(json.dumps(found, indent=1) + "\n")
+    table = peaks(options.device, [torch.bfloat16])  # the roofs: a large copy, and matmuls in bfloat16 and float32
+    bandwidth = table[0].gigabytes_per_second
+    for shape in options.shapes:
+        table += measure(shape, options.rows, options.device, bandwidth)
+    results = Results.measured_here("low_bit_linear", table, "us")
+    print(results.to_markdown())
+    results.save(options.out / "results.json")
     if importlib.util.find_spec("matplotlib"):
-        save_roofline(table, bandwidth, arithmetic, options.out / "roofline.png")
-    else:
-        print("no plot: it needs matplotlib: pip install 'fuseopt[plot]'")
-    return table
+        results.plot(options.out / "roofline.png", "roofline")
+    print(f"written to {options.out}")
+    return results
 
 
 if __name__ == "__main__":

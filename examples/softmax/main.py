@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import tempfile
 from pathlib import Path
 
 import torch
@@ -16,10 +15,6 @@ WHOLE_ROW = 16384  # columns that a Triton program holds in registers; it reads 
 
 
 # 1. The op. Its reference reads and writes each row several times. Its gradient is an op too, with kernels of its own.
-OUT = Path("build") / "examples" / "softmax"  # git ignores build/
-DEFAULT = "default: %(default)s"
-
-
 @fuseopt.op("rows::softmax")
 def softmax(x: Tensor) -> Tensor:
     e = torch.exp(x - x.amax(-1, keepdim=True))
@@ -117,7 +112,7 @@ softmax_backward.kernel("triton", contiguous)(lambda y, grad: launch(backward_ke
 
 
 # 3. CUDA: rows.cuh has the kernel, and says who holds a row.
-def whole_packs(*tensors):
+def in_packs(*tensors):
     columns, size = tensors[0].shape[-1], tensors[0].element_size()
     if columns % 8 or columns > 262144 or any(t.storage_offset() * size % 16 for t in tensors):
         return "takes rows of a multiple of 8 columns, at most 262,144, from multiples of 16 bytes on"
@@ -126,30 +121,24 @@ def whole_packs(*tensors):
 
 
 for op in (softmax, softmax_backward):
-    op.native(cuda=Path(__file__).with_name(f"{op.__name__}.cu"))
-    op.supports(contiguous, "cuda").supports(whole_packs, "cuda")
+    op.native(cuda=Path(__file__).parent / f"{op.__name__}.cu").supports(contiguous, "cuda").supports(in_packs, "cuda")
 
 
 # 4. The contract first, then the times: each way as a share of a copy of as many bytes.
 def main(arguments: list[str] | None = None) -> None:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--columns", type=int, nargs="+", default=[2**n for n in range(8, 19 if on_gpu else 11, 2)], help=DEFAULT
-    )
-    parser.add_argument(
-        "--elements", type=int, default=2**26 if on_gpu else 2**14, help=f"rows times columns; {DEFAULT}"
-    )
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"] if on_gpu else ["float32"], help=DEFAULT)
-    parser.add_argument("--out", type=Path, default=OUT, help=f"folder for softmax.json and softmax.png; {DEFAULT}")
+    shapes = [f"{2 ** (26 - n)}x{2**n}" for n in range(8, 19, 2)] if on_gpu else ["64x256", "16x1024"]
+    dtypes = ["bfloat16", "float32"] if on_gpu else ["float32"]
+    parser, default = argparse.ArgumentParser(description=__doc__), "default: %(default)s"
+    parser.add_argument("--shapes", nargs="+", default=shapes, help=f"rows x columns; {default}")
+    parser.add_argument("--dtypes", nargs="+", default=dtypes, help=default)
+    parser.add_argument("--out", type=Path, default="build/examples/softmax", help=f"folder of results; {default}")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=options.out).close()  # raises now, not after the work, if it cannot be written
     for report in map(fuseopt.check, (softmax, softmax_backward)):
         assert report.ok, report
         print(f"{report.name} keeps its contract: {len(report.rows)} checks")
-    shapes = [f"{max(options.elements // columns, 1)}x{columns}" for columns in options.columns]
-    results = softmax.bench(shapes, options.dtypes, torch_op=lambda x: torch.softmax(x, -1))
+    results = softmax.bench(options.shapes, options.dtypes, torch_op=lambda x: torch.softmax(x, -1))
     print(results.to_markdown())
     results.save(options.out / "softmax.json")
     if importlib.util.find_spec("matplotlib") is not None:

@@ -85,8 +85,8 @@ def test_triton_kernel_compiles_for_sm_90(main, activation, monkeypatch):
 
     base, delta, bias = (tensor.detach().to("meta", torch.bfloat16) for tensor in inputs(64, 768))
     with compile_only(90, multiprocessors=132) as compiled:
-        main.launch((base, delta, bias, 0.5, activation), base)
-        main.launch((base, delta, bias, 0.5, activation), base, base, delta)
+        main.launch(base, delta, bias, 0.5, activation)
+        main.launch(base, delta, bias, 0.5, activation, base)
     assert [kernel.metadata.name for kernel in compiled] == ["epilogue_kernel"] * 2
     assert {kernel.metadata.target.arch for kernel in compiled} == {90}
 
@@ -113,7 +113,7 @@ def test_kernels_on_a_gpu(main, backend, dtype, activation):
 
 @pytest.mark.slow
 def test_script_checks_times_and_saves(main, tmp_path, capsys):
-    main.main(["--rows", "8", "--width", "16", "--dtypes", "float32", "--out", str(tmp_path / "a" / "new")])
+    main.main(["--shapes", "8x16", "--dtypes", "float32", "--out", str(tmp_path / "a" / "new")])
     printed = capsys.readouterr().out
     assert "lora::epilogue keeps its contract" in printed and "lora::by_expression keeps its contract" in printed
     cases = {row.case for row in Results.load(tmp_path / "a" / "new" / "lora.json").rows if row.variant == "eager"}

@@ -12,6 +12,7 @@ from tests.examples.scripts import EXAMPLES
 
 TOOLS = {"make_notebook.py", "train_tiny.py"}
 SCRIPTS = sorted(path for path in EXAMPLES.glob("*.py") if path.name not in TOOLS)
+FILES = sorted(path for path in EXAMPLES.rglob("*.py") if path.name not in TOOLS)  # those of folders too
 README = (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
 
@@ -25,11 +26,14 @@ def test_readme_has_a_row_for_each_script_and_config():
         assert command in script.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("file", FILES, ids=[str(file.relative_to(EXAMPLES)) for file in FILES])
+def test_file_has_at_most_150_lines(file):
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= 150
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=[script.stem for script in SCRIPTS])
-def test_script_is_short_stands_alone_and_uses_the_public_api(script):
-    text = script.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 150
-    tree = ast.parse(text)
+def test_script_stands_alone_and_uses_the_public_api(script):
+    tree = ast.parse(script.read_text(encoding="utf-8"))
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "." for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert "fuseopt" in imported

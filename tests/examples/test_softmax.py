@@ -69,11 +69,11 @@ def test_kernels_take_what_they_say(main, monkeypatch):
     capability = [8, 0]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     wide = torch.empty(1, 2**14, device="meta")
-    assert main.whole_packs(x) is True and "clusters" in main.whole_packs(wide)
+    assert main.in_packs(x) is True and "clusters" in main.in_packs(wide)
     capability[0] = 9
-    assert main.whole_packs(wide) is True
+    assert main.in_packs(wide) is True
     for wrong in (x[:, :7], torch.empty(1, 2**18 + 8, device="meta"), torch.randn(33)[1:].view(4, 8)):
-        assert "takes rows of a multiple of 8" in main.whole_packs(wrong)
+        assert "takes rows of a multiple of 8" in main.in_packs(wrong)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiles without launching, on machines without a GPU")
@@ -111,7 +111,7 @@ def test_kernels_on_a_gpu(main, backend, dtype, columns):
 
 
 def test_script_checks_times_and_saves(main, tmp_path, capsys):
-    main.main(["--columns", "16", "--elements", "64", "--dtypes", "float32", "--out", str(tmp_path / "a" / "new")])
+    main.main(["--shapes", "4x16", "--dtypes", "float32", "--out", str(tmp_path / "a" / "new")])
     printed = capsys.readouterr().out
     assert "rows::softmax keeps its contract" in printed and "rows::softmax_backward keeps its contract" in printed
     rows = Results.load(tmp_path / "a" / "new" / "softmax.json").rows
