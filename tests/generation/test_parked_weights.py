@@ -58,6 +58,14 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
+def test_a_parked_layer_takes_its_input_by_name(generated: tuple[nn.Module, nn.Module]) -> None:
+    model, stock = generated
+    path, layer = next(iter(parked(model).items()))
+    twin = stock.get_submodule(path)
+    x = torch.randn(3, twin.weight.shape[1]).to(twin.weight)
+    assert torch.equal(layer(input=x), twin(input=x)) and not is_parked(layer)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])
 def test_logits_are_those_of_weights_on_the_device(family: str) -> None:
     model = made(family)

@@ -244,6 +244,8 @@ class LowBitWeights:
         self._transposed, self._parked = [], []
         layers = self._choice.layers if self.options is not None and self.options.keep == "cpu" else ()
         can_park = parkable(model, (source for layer in layers for source in layer.sources))
+        for device in {source.weight.device for source in can_park if source.weight.is_cuda}:
+            torch.cuda.synchronize(device)  # type: ignore[arg-type]  # Other streams may read what is freed below.
         for layer in self._choice.layers:
             weights = layer.weights
             self._transposed.append(weights[0].stride() != layer.sources[0].weight.stride())

@@ -27,10 +27,11 @@ class ParkedForward:
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
 
-    def __call__(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self.layer
+        (input, *_) = (*args, *kwargs.values())
         fetch(layer, input.device)
-        return type(layer).forward(layer, input, *args, **kwargs)
+        return type(layer).forward(layer, *args, **kwargs)
 
 
 def is_parked(layer: nn.Module) -> bool:
