@@ -19,7 +19,7 @@ from fuseopt.extend.signature import check_name
 from fuseopt.ops.library import TRITON_INTERPRETED, compute_dtype
 
 _TAKES = (torch.float32, torch.float16, torch.bfloat16)
-# Smaller calls on a CPU are not worth a compilation.
+# On a CPU, smaller calls do not start a compilation.
 _ELEMENTS_FOR_CPP = 16384
 
 
@@ -175,7 +175,7 @@ class _CppKernels:
     ) -> None:
         self._description = (name, expression, tensors, scalars)
         self._tensors, self._reduce_grad = len(tensors), reduce_grad
-        self._is_built: bool | None = None  # None: not known yet
+        self._is_built: bool | None = None  # None: not yet known
 
     @property
     def raw(self) -> OpOverload:
