@@ -258,7 +258,7 @@ class LowBitWeights:
             else:
                 tensors += weights
             self._weights.append(weights)
-        # Keys of `_made` contain ids, so the Parameters must stay alive.
+        # Referenced, so that no other Parameter gets the id of one of them.
         self._parameters = [source.weight for layer in layers for source in layer.sources]
         return tensors
 
@@ -267,13 +267,13 @@ class LowBitWeights:
 
         Waits for the device.
         """
-        # Parked weights have no ReadSamples, since a layer's forward may move them back at any time.
+        # A parked weight may come back to the device at any time.
         parked = map(_content, self._parked)
         return (*parked, *map(_version, self._tensors), *(samples.read() for samples in self._samples))
 
     @property
     def parked_bytes(self) -> int:
-        """Bytes of the weights in host memory."""
+        """Bytes of the weights that are in host memory."""
         return sum(weight.nbytes for weight in self._parked)
 
     @property
