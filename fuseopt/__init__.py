@@ -4,7 +4,7 @@ model = fuseopt.initialize(model, {"kernel_fusion": {"enable": True, "custom_cud
 print(fuseopt.report(model))
 fuseopt.restore(model)
 
-`api` has these functions. Whatever needs torch is imported when it is first asked for, so that the command line answers
+`api` has these functions. Names that need torch are imported when they are first used, so that the command line answers
 `--help` and wrong arguments at once.
 """
 
@@ -70,7 +70,7 @@ _OF_API = ("Config", "Plan", "Report", "Verification", "fused", "initialize", "p
 
 
 class _Package(ModuleType):
-    """Keeps its functions `plan`, `report` and `verify` when the modules of these names are imported."""
+    """Keeps the functions `plan`, `report` and `verify` when the modules of the same names are imported."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _OF_API or not isinstance(value, ModuleType):

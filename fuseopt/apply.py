@@ -160,7 +160,7 @@ def put(model: nn.Module, wanted: Applied | None, stacklevel: int = 3) -> None:
 
 
 def _fetch_parameters(record: Applied) -> None:
-    """Moves Parameters that wait in host memory back, as plans and the stock model expect them."""
+    """Moves Parameters from host memory back to the device, where plans and the stock model expect them."""
     for change in record.changes:
         if isinstance(change.after, Decoding):
             change.after.fetch_parameters()

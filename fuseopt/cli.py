@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     SIGINT (Ctrl-C) and SIGTERM end a command without a traceback. A benchmark prints and saves what it has measured.
-    What is wrong with the arguments is said before torch is imported, where that is possible.
+    Where possible, wrong arguments are reported before torch is imported.
 
     Returns:
         The exit status: 0; 1 if a benchmark's row failed or is slower than in `--against`, `check` finds a wrong op, or
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _SignalReceived(KeyboardInterrupt):
-    """Raised by a signal. After a plain KeyboardInterrupt that has left an `exec`, Python ends itself by SIGINT."""
+    """Raised by a signal. A plain KeyboardInterrupt that leaves an `exec` would make Python end itself by SIGINT."""
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:

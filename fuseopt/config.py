@@ -73,8 +73,8 @@ class LowBitOptions:
         group: number of neighbouring inputs that share a scale: 32, 64 or 128. With 4 bits only.
         symmetric: False gives each group of 4 bits a zero point too.
         exclude: modules to leave, by paths as in `kernel_fusion.exclude`, such as "lm_head".
-        keep: where the unquantised weights are meanwhile: "device", or "cpu" for pinned memory of the host, from which
-            the model's own forward brings them back. Without effect on a CPU.
+        keep: where the unquantised weights are while steps read quantised copies: "device", or "cpu" for pinned host
+            memory, from which the model's own forward moves them back. No effect on a CPU.
     """
 
     bits: int = 4

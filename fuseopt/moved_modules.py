@@ -50,12 +50,12 @@ _MOVED: Mapping[str, str] = {
 
 
 def install() -> None:
-    """Makes the old paths importable. To be called once."""
+    """Makes the old paths importable. Call it once."""
     sys.meta_path.append(_FINDER)
 
 
 def keep_functions(package: ModuleType) -> None:
-    """Importing old modules will not replace the functions of their names in `package`, which has been imported."""
+    """Keeps the functions of an imported `package` when old modules of the same names are imported later."""
     for old in _MOVED:
         parent, _, name = old.rpartition(".")
         if parent == package.__name__ and hasattr(package, name):

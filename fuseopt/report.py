@@ -63,8 +63,10 @@ class Reporting(Protocol):
 
 @runtime_checkable
 class Decoding(Protocol):
-    """A replacement of `generate` that keeps a record of each of its last calls, and may keep their prompts, and
-    Parameters in host memory."""
+    """A replacement of `generate` that keeps records of its last calls.
+
+    It may also keep their prompts, and Parameters in host memory.
+    """
 
     calls: MutableSequence[Any]
 

@@ -1,4 +1,4 @@
-"""Checks of a command's arguments that need neither torch nor transformers, whose imports take seconds."""
+"""Checks of a command's arguments without torch and transformers, whose imports take seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _FILES = ("against", "markdown", "files")
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses an unknown option itself, with the option that is most like it; argparse leaves that to the outermost."""
+    """Parser of a subcommand that reports an unknown option itself, and suggests the most similar one.
+
+    In argparse only the outermost parser reports unknown options.
+    """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, others = super().parse_known_args(args, namespace)
@@ -52,6 +55,6 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def _values(arguments: argparse.Namespace, name: str) -> Iterator[Any]:
-    """The values of an option, which may be absent, not given, single or repeated."""
+    """The values of an option, which may be undefined, not given, single or repeated."""
     given = getattr(arguments, name, None)
     yield from given if isinstance(given, list) else () if given is None else (given,)

@@ -145,7 +145,7 @@ class Kernels(NamedTuple):
 
 
 class Operations(NamedTuple):
-    """What `torch.ops` has of an expression: there once its library is loaded, defined before."""
+    """The raw ops of an expression in `torch.ops`, which its library registers when it is loaded."""
 
     digest: str
     forward: OpOverload
@@ -188,7 +188,7 @@ def kernels_of(
         may_build: whether to compile them if they are not in the cache.
     """
     operations = operations_of(expression, tensors, scalars)
-    find = _kernels_of if may_build else _kernels_of.__wrapped__  # what is not there yet may be there later
+    find = _kernels_of if may_build else _kernels_of.__wrapped__  # not cached: the library may be there later
     with _lock:
         return find(name, expression, tensors, scalars, operations, may_build)
 

@@ -1,8 +1,8 @@
 """Eager calls of a user's op: which kernel runs, and results as the op promises them.
 
-A call that nothing observes goes to `call_op` of csrc/python, which binds arguments, chooses and runs a kernel in C++,
-and makes its node of autograd there. `Op.__call__` and `EagerCalls.call` do the same in Python: where that library is
-not built, under autocast, and for calls that torch has to see.
+If nothing observes a call, `call_op` of csrc/python binds arguments, chooses and runs a kernel, and makes the autograd
+node, all in C++. `Op.__call__` and `EagerCalls.call` do the same in Python: where that library is not built, under
+autocast, and for calls that torch has to see.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _DEVICES = ("cpu", "cuda")  # in the order of `EagerCalls._listed`
 
 
 class EagerCalls:
-    """Calls of the kernels that an op has now; a change of its kernels or formulas makes another.
+    """Calls of an op's current kernels; a change of its kernels or formulas makes a new instance.
 
     Attributes:
         op: the op.
-        direct: what `call_op` of csrc/python reads, the kernels to ask among it; None while the library is not loaded.
+        direct: data that `call_op` of csrc/python reads, such as the kernels to ask; None until the library is loaded.
     """
 
-    __slots__ = ("__dict__", "direct")  # `direct` where csrc/python finds it
+    __slots__ = ("__dict__", "direct")  # a slot, so that csrc/python can read `direct` by its offset
 
     def __init__(self, op: Op, kernels: Mapping[str, Kernel]) -> None:
         self.op, self._kernels = op, kernels

@@ -19,7 +19,7 @@ from fuseopt.extend.signature import check_name
 from fuseopt.ops.library import TRITON_INTERPRETED, compute_dtype
 
 _TAKES = (torch.float32, torch.float16, torch.bfloat16)
-# Smaller calls on a CPU are not worth a compilation.
+# On a CPU, smaller calls do not start a compilation.
 _ELEMENTS_FOR_CPP = 16384
 
 
@@ -27,13 +27,16 @@ def elementwise(name: str, expression: str, scalars: Sequence[str] = (), *, redu
     """An op that computes an elementwise expression of tensors, which broadcast, in float32 with one rounding.
 
     It is called with the tensors in the order in which they first appear, and the scalars by keyword. The result has
-    the tensors' promoted dtype. A comparison is 1 or 0 where a number belongs. On a GPU one Triton kernel runs each
-    direction, and where a tensor is float64, PyTorch, in float64. On a CPU a C++ kernel runs each direction, in float64
-    where a tensor is. It is compiled once per machine, in seconds and with a line on stderr, in the first eager call
-    that has a tensor of 16384 elements or names `backend="cpu"`. PyTorch runs smaller calls until then, or with a
-    gradient, those under torch.compile, and all calls where there is no C++ compiler or FUSEOPT_NO_BUILD forbids
-    compiling. The op has samples: tensors of one shape, and one of them a row; `samples` gives others. For `bench`,
-    each operation and each function of the expression counts as one floating-point operation.
+    the tensors' promoted dtype. A comparison is 1 or 0 where a number belongs.
+
+    On a GPU, one Triton kernel runs each direction; if a tensor is float64, PyTorch runs both in float64. On a CPU, a
+    C++ kernel runs each direction, in float64 if a tensor is float64. It is compiled once per machine, in seconds, and
+    a line on stderr says so. The first eager call that has a tensor of at least 16384 elements, or names
+    `backend="cpu"`, compiles it. PyTorch runs smaller calls until then, smaller calls with a gradient, calls under
+    torch.compile, and all calls without a C++ compiler or with FUSEOPT_NO_BUILD.
+
+    The op has samples: tensors of one shape, and one of them a row; `samples` gives others. For `bench`, each operation
+    and each function of the expression counts as one floating-point operation.
 
     Args:
         name: "namespace::name", in a namespace of your own.
@@ -175,11 +178,11 @@ class _CppKernels:
     ) -> None:
         self._description = (name, expression, tensors, scalars)
         self._tensors, self._reduce_grad = len(tensors), reduce_grad
-        self._is_built: bool | None = None  # None: not known yet
+        self._is_built: bool | None = None  # None: not yet known
 
     @property
     def raw(self) -> OpOverload:
-        """What `forward` calls."""
+        """The raw op that `forward` calls."""
         return cpu_expression.operations_of(*self._description[1:]).forward
 
     @functools.cached_property
@@ -189,15 +192,15 @@ class _CppKernels:
         return kernels
 
     def is_worth_it(self, *arguments: Any) -> bool | str:
-        """For `in_eager`: a small call does not wait for a compilation, and its backward is faster by PyTorch."""
+        """For `in_eager`: a small call does not wait for a compilation, and PyTorch computes its backward faster."""
         tensors = arguments[: self._tensors]
         if self._is_built is None:
             self._is_built = not isinstance(cpu_expression.kernels_of(*self._description, may_build=False), str)
         if self._is_built and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
             return True
         is_large = any(tensor.numel() >= _ELEMENTS_FOR_CPP for tensor in tensors)
-        return (
-            is_large or f"below {_ELEMENTS_FOR_CPP} elements only compiled and without gradient, or where it is named"
+        return is_large or (
+            f"below {_ELEMENTS_FOR_CPP} elements it runs if already compiled and without gradient, or if it is named"
         )
 
     def takes(self, *arguments: Any) -> bool | str:

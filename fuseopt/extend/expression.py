@@ -241,7 +241,7 @@ def computed(node: Node, values: Mapping[str, Any], dtype: torch.dtype, device: 
     """The expression by torch.
 
     Args:
-        dtype, device: of the tensors that numbers become where torch takes tensors alone.
+        dtype, device: those of the tensors that replace numbers where torch accepts only tensors.
     """
     if node.kind == "input":
         return values[node.value]

@@ -253,7 +253,7 @@ class _BareKernel:
         on_device(torch.cuda.current_device())  # raises now for code that the driver refuses
 
     def run(self) -> Callable:
-        """What runs a call: csrc/python, or where that is not built, torch."""
+        """The function that runs a call: of csrc/python, or of torch if that library is not built."""
         library = loader.python_library()
         if library is None:
             return self
@@ -286,9 +286,9 @@ class _BareKernel:
 
 
 def _failed(status: int, device: int, is_last: bool) -> None:
-    """Return if a launch that failed is to be tried again, as the first in a thread without a context of the driver."""
+    """Raises the error of a launch, unless it is worth a retry: the first one in a thread without a driver context."""
     if status == _INVALID_CONTEXT and not is_last:
-        torch.cuda.mem_get_info(device)  # makes torch's context the thread's
+        torch.cuda.mem_get_info(device)  # makes torch's context current in this thread
     else:
         torch.cuda._utils._check_cuda(status)
 

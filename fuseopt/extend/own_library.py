@@ -38,7 +38,7 @@ def library_of(
         command: compiles the file.
         beside: sources of fuseopt to be linked in.
         digest: what the library depends on besides.
-        may_build: False to take it from the cache alone.
+        may_build: False to use the cache only, without compiling.
 
     Raises:
         Missing: it is not in the cache, and not to be built.

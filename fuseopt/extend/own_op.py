@@ -89,7 +89,7 @@ class Op:
         fake_function: what `fake` was given; None where the fake is the reference's.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "calls")  # `calls` where csrc/python finds it
+    __slots__ = ("__dict__", "__weakref__", "calls")  # a slot, so that csrc/python can read `calls` by its offset
     __name__: str
 
     def __init__(self, name: str, function: Callable, flops: Callable | None = None) -> None:
@@ -307,7 +307,7 @@ class Op:
 
     @staticmethod
     def called_by(library: Any) -> None:
-        """Let `library`, csrc/python, run eager calls of all ops, but for those of a subclass."""
+        """Lets `library` (csrc/python) run eager calls of all ops, except those of subclasses."""
         library.call_ops(Op, EagerCalls)
 
     def choose(self, /, *args: Any, backend: str = "auto", **kwargs: Any) -> registry.Choice:

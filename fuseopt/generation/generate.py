@@ -147,7 +147,7 @@ class FusedGenerate:
             self.graphs.prefixes.forget()
 
     def fetch_parameters(self) -> None:
-        """Moves Parameters that wait in host memory back to the model's device."""
+        """Moves Parameters from host memory back to the model's device."""
         fetch_all(self.model)
 
     def call_records(self) -> tuple[dict[str, str], ...]:

@@ -42,10 +42,10 @@ class LinearOutput:
     def _checked_input(self) -> Tensor:
         """`input`, after a check that nothing has written to it or to the weight since.
 
-        Versions are compared, and sampled values of the weight. The host waits for a GPU's values only if an optimizer
-        has stepped since. Otherwise the GPU compares them, and the result is NaN if they differ. Only versions are
-        compared where values cannot be read: under a dispatch mode or a function transform, and while a CUDA graph is
-        captured.
+        The check compares versions, and sampled values of the weight. The host waits for a GPU's values only if an
+        optimizer has stepped since. Otherwise the GPU compares the values, and the result is NaN if they differ. Only
+        versions are compared where values cannot be read: under a dispatch mode or a function transform, and while a
+        CUDA graph is captured.
 
         Raises:
             RuntimeError: something has written to the input or the weight.
@@ -117,12 +117,12 @@ def _is_asynchronous(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-_optimizer_steps = 0  # of all optimizers
+_optimizer_steps = 0  # steps of all optimizers
 
 
 def _count_step(*of_hook: Any) -> None:
     global _optimizer_steps
-    if not torch.compiler.is_compiling():  # a compiled step would be compiled again for each count
+    if not torch.compiler.is_compiling():  # else each new count would recompile a compiled step
         _optimizer_steps += 1
 
 
@@ -134,9 +134,9 @@ class LazyLogits:
 
     Reading shape, dtype and device computes nothing. `float()`, `contiguous()` and a view as [rows, classes] return
     LazyLogits again. `F.cross_entropy` of these against class indices runs `ops.linear_cross_entropy`. Any other
-    operator, method or torch function computes the tensor, once; from then on cross-entropy is torch's own, too. The
-    first read after an optimizer's step raises, and waits for a GPU to find out. On a GPU, logits are NaN if the weight
-    was written to through `weight.data` without such a step.
+    operator, method or torch function computes the tensor, once; from then on cross-entropy is torch's own, too. A
+    first read after an optimizer's step raises if the step changed the weight, and waits for a GPU to check that. On a
+    GPU, logits are NaN if the weight was written to through `weight.data` without such a step.
 
     It is not a `torch.Tensor` to `isinstance`; `tensor()` returns one, and so does a copy or a pickle.
 

@@ -1,4 +1,4 @@
-"""Packed weights in 8 or 4 bits made into 16-bit ones, for products by the BLAS library."""
+"""Dequantises packed 8-bit and 4-bit weights to 16 bits, for products by the BLAS library."""
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ RAW = define(
 
 
 def dequantize_packed(weight: PackedWeight) -> Tensor:
-    """The weight [N, K] that a packed one stands for, in its dtype, each value rounded once; by a kernel where
-    `decode_packed_linear` has one."""
+    """The dequantised weight [N, K] in the dtype of the packed one, each value rounded once.
+
+    A kernel computes it where `decode_packed_linear` has one.
+    """
     chosen = registry.pick("decode_packed_linear", "auto", weight.data.device, (weight.dtype,))
     return dequantize(unpacked(weight), weight.dtype) if chosen == "reference" else RAW[chosen](*weight)

@@ -10,7 +10,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GROUPS = (32, 64, 128)
 """Numbers of neighbouring inputs that may share a 4-bit scale."""
 MAX_ROWS = 64
-"""The kernels take no more rows; above, a dequantised copy of the weight and the BLAS library are as fast."""
+"""Most rows of the kernels. With more, dequantising the weight and using the BLAS library is as fast."""
 
 # Bits 4j to 4j + 3 of a word hold input NIBBLE_ORDER[j] of its eight: `word >> 4 * i & 0x000f000f` is then the pair
 # (2i, 2i + 1) in two 16-bit halves.

@@ -10,28 +10,28 @@ from torch.nn import functional as F
 from fuseopt.ops.low_bit import LowBitWeight
 
 DTYPES = (torch.bfloat16, torch.float16)
-"""Dtypes of the inputs that such weights are multiplied with."""
+"""Dtypes of the inputs that packed weights are multiplied with."""
 ALIGNMENT = 8
-"""The number of inputs must be a multiple of this: kernels load as many values of a row at a time."""
+"""The number of inputs must be a multiple of this, the number of values that a kernel loads at a time."""
 
 _LINE = 16  # outputs of a line
-_BLOCK = {8: 64, 4: 128}  # inputs of a block
-_BLOCK_BYTES = 1024  # of its values
+_BLOCK = {8: 64, 4: 128}  # bits -> inputs of a block
+_BLOCK_BYTES = 1024  # bytes of a block's values
 _HEADER = 4 * _LINE  # bytes of a line's scales, with 8 bits
-_MAGIC = {torch.bfloat16: 128.0, torch.float16: 1024.0}  # what kernels replace the last bits of
+_MAGIC = {torch.bfloat16: 128.0, torch.float16: 1024.0}  # kernels put an integer into the last bits of these
 _EIGHTS = -2004318072
 
 
 class PackedWeight(NamedTuple):
-    """A weight [N, K] of a linear layer, quantised, in the order of tensor core fragments.
+    """Quantised weight [N, K] of a linear layer, stored in the order of tensor core fragments.
 
     Attributes:
         data: uint8 [N / 16 rounded up, bytes of a line], contiguous, as `csrc/cuda/decode/linear/low_bit/
             packed_weight.cuh` describes it.
         outputs, inputs: N and K; K is a multiple of 8.
-        bits, group: as of a LowBitWeight.
+        bits, group: as in LowBitWeight.
         has_zeros: whether each group has a zero point.
-        dtype: of the inputs that it is multiplied with, bfloat16 or float16. Scales of 4 bits have it too.
+        dtype: dtype of the inputs it is multiplied with, bfloat16 or float16, and of the scales with 4 bits.
     """
 
     data: Tensor
@@ -56,7 +56,7 @@ class PackedWeight(NamedTuple):
 
 
 def not_packed_reason(inputs: int) -> str | None:
-    """Why `pack_for_cuda` does not take a weight of so many inputs; None if it does."""
+    """The reason why `pack_for_cuda` refuses a weight with this number of inputs; None if it accepts it."""
     return f"its {inputs} inputs are no multiple of {ALIGNMENT}" if inputs % ALIGNMENT else None
 
 
@@ -65,7 +65,7 @@ def pack_for_cuda(weight: LowBitWeight, dtype: torch.dtype) -> PackedWeight:
 
     Args:
         weight: [N, K], of `quantize`, on any device.
-        dtype: of the inputs, bfloat16 or float16; the scales of 4 bits are rounded to it.
+        dtype: dtype of the inputs, bfloat16 or float16. With 4 bits, scales are rounded to it.
 
     Raises:
         ValueError: another dtype, or a K that is no multiple of 8.
@@ -111,7 +111,7 @@ def data_shape(weight: PackedWeight) -> torch.Size:
 
 
 def unpacked(weight: LowBitWeight | PackedWeight) -> LowBitWeight:
-    """The LowBitWeight of the same numbers; `weight` itself if it is one."""
+    """The weight in the original order; `weight` itself if it is a LowBitWeight."""
     if isinstance(weight, LowBitWeight):
         return weight
     data, outputs, inputs, bits, group, has_zeros, dtype = weight
@@ -134,7 +134,10 @@ def unpacked(weight: LowBitWeight | PackedWeight) -> LowBitWeight:
 
 
 def parts_of(weight: PackedWeight, most_bytes: int) -> Iterator[tuple[int, PackedWeight]]:
-    """Parts along the outputs, at most so large when dequantised, but of 16 outputs or more; and their first output."""
+    """Splits a weight along the outputs: yields the first output of each part, and the part.
+
+    A part has at most `most_bytes` when dequantised, but at least 16 outputs.
+    """
     step = max(most_bytes // (max(weight.inputs, 1) * weight.dtype.itemsize) // _LINE, 1) * _LINE
     for first in range(0, weight.outputs, step):
         data = weight.data[first // _LINE : (first + step) // _LINE]
@@ -142,7 +145,7 @@ def parts_of(weight: PackedWeight, most_bytes: int) -> Iterator[tuple[int, Packe
 
 
 def _counts(outputs: int, inputs: int, bits: int) -> tuple[int, int]:
-    """Lines, and blocks of a line."""
+    """The number of lines, and of blocks in a line."""
     return -(-outputs // _LINE), -(-inputs // _BLOCK[bits])
 
 

@@ -20,7 +20,7 @@ def announce(message: str) -> None:
 
 
 def is_bar_disabled() -> bool | None:
-    """tqdm's `disable` for fuseopt's bars: on terminals and in notebooks only, and not where transformers' are off."""
+    """tqdm's `disable` for fuseopt's bars, which show in terminals and notebooks unless transformers' bars are off."""
     bars: Any = sys.modules.get("transformers.utils.logging")
     if bars is not None and not bars.is_progress_bar_enabled():
         return True
@@ -28,13 +28,13 @@ def is_bar_disabled() -> bool | None:
 
 
 def bar_class() -> Any:
-    """tqdm's bar: of widgets in a notebook with ipywidgets, else of text."""
+    """tqdm's class of bars: made of widgets in a notebook with ipywidgets, else of text."""
     has_widgets = _is_notebook() and importlib.util.find_spec("ipywidgets") is not None
     return importlib.import_module("tqdm.auto" if has_widgets else "tqdm").tqdm
 
 
 def _is_notebook() -> bool:
-    """Whether a Jupyter kernel runs this code; tqdm asks for the same module."""
+    """True if a Jupyter kernel runs this code. tqdm tests for the same module."""
     return "ipykernel.zmqshell" in sys.modules
 
 

@@ -7,23 +7,23 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-# Linux on x86-64, and on ARM with pages of 4 KiB.
+# The size on Linux on x86-64, and on ARM with pages of 4 KiB.
 _HUGE_PAGE = 2 * 2**20
-# A smaller tensor consists mostly of the ends that fill no huge page.
+# In a smaller tensor, the ends that fill no huge page are a large share.
 _SMALLEST = 4 * _HUGE_PAGE
 
 
 def with_huge_pages(tensor: Tensor) -> Tensor:
-    """`tensor`, for whose memory the system was asked to use huge pages.
+    """Asks the system to use huge pages for the memory of `tensor`, and returns `tensor`.
 
-    To be called before a new tensor is first written, since pages that exist are not replaced. A huge page takes 2 MiB
-    once any of it is written. Small tensors, other devices and other systems than Linux are left as they are.
+    Call it before a new tensor is first written, since existing pages are not replaced. A huge page takes 2 MiB once
+    any of it is written. Small tensors, devices other than the CPU and systems other than Linux are left as they are.
     """
     advise = _madvise()
     if advise is not None and tensor.is_cpu and tensor.nbytes >= _SMALLEST:
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-        # A kernel without huge pages refuses, which changes nothing.
+        # A Linux kernel without huge pages returns an error, which can be ignored.
         advise(first, end // mmap.PAGESIZE * mmap.PAGESIZE - first, mmap.MADV_HUGEPAGE)
     return tensor
 

@@ -16,8 +16,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def sample(tensor: Tensor) -> Tensor:
     """View of at least 64 values, or all if there are fewer, as integers of their size, so that NaN equals itself.
 
-    Such samples show writes that leave a tensor's version as it is: those of PyTorch's fused optimizers, and those
-    through `tensor.data`, as peft's merge of adapters.
+    Such samples detect writes that do not change a tensor's version: by PyTorch's fused optimizers, and through
+    `tensor.data`, as in peft's merge of adapters.
 
     Args:
         tensor: of any shape, strides and device, with elements of 1, 2, 4 or 8 bytes.
@@ -29,10 +29,10 @@ class Samples:
     """The values that `sample` takes, of several tensors on one device, which are read together.
 
     Args:
-        tensors: at least one, of any shapes and dtypes, which must not change. The tensors are referenced.
+        tensors: at least one, on one device. Shapes and dtypes are arbitrary but must not change. References are kept.
 
     Attributes:
-        joined: the values that `join` read last, one tensor a dtype.
+        joined: the values that the last `join` read, one tensor for each dtype.
     """
 
     sizes = None
@@ -62,7 +62,7 @@ class ReadSamples(Work[Samples]):
     """Reads samples. Its CUDA graph is valid for as long as the tensors have the same addresses.
 
     Attributes:
-        runs: how often `run` has run, a capture included.
+        runs: number of calls of `run`, including a capture.
     """
 
     def __init__(self, samples: Samples) -> None:
@@ -79,7 +79,7 @@ class ReadSamples(Work[Samples]):
         return self.values()
 
     def values(self) -> bytes:
-        """The bytes of the values as the last run has read them; waits for the current stream."""
+        """The bytes of the values that the last run read; waits for the current stream."""
         return b"".join(values.cpu().view(torch.uint8).numpy().tobytes() for values in self.state.joined)
 
 

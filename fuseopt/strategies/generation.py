@@ -69,7 +69,7 @@ class GenerationStrategy:
 
 
 def _cache_notes(index: ModelIndex, model: nn.Module, step: StepName, options: GenerationOptions) -> Iterator[str]:
-    """Whether keys and values are kept in 8 bits, or why not."""
+    """The plan's note on keys and values in 8 bits, or the reason against them."""
     if options.cache_dtype is None:
         return
     reason = _plain_cache_reason(index, model, decode_step_class(step))
@@ -87,9 +87,9 @@ def _cache_notes(index: ModelIndex, model: nn.Module, step: StepName, options: G
 
 
 def _plain_cache_reason(index: ModelIndex, model: nn.Module, step_class: type[DecodeStep]) -> str | None:
-    """Why keys and values stay in the model's dtype; None if they can have 8 bits."""
+    """The reason why keys and values stay in the model's dtype; None if they can have 8 bits."""
     if not step_class.takes_quantised_cache:
-        return f"{step_class.__name__} takes none in 8 bits"
+        return f"{step_class.__name__} does not support 8-bit caches"
     head_dim = step_class.head_dim_of(model)
     reasons = (no_8_bit_cache_reason(device, index.dtype, head_dim, may_build=True) for device in index.devices)
     return next(filter(None, reasons), None)
@@ -117,7 +117,7 @@ def _weight_notes(index: ModelIndex, model: nn.Module, step: StepName, options: 
     else:
         yield f"weights in {weights}: {step_class.low_bit_choice(model, weights)}"
         if weights.keep == "cpu" and not any(map(packs_on, index.devices)):
-            yield "`keep: 'cpu'` has no effect, as the weights are on no GPU"
+            yield "`keep: 'cpu'` has no effect, since the weights are not on a GPU"
         yield from weights.paths.unmatched((path for path, _ in model.named_modules()), "generation.weights")
 
 

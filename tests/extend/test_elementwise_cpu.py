@@ -169,7 +169,7 @@ def test_large_eager_calls_and_named_ones_compile(monkeypatch):
     small, large = torch.randn(128, 127), torch.randn(128, 128)
     choice = op.choose(small, small, small, 1.0)
     assert choice.backend == "reference" and choice.refused["cpu"] == [
-        "below 16384 elements only compiled and without gradient, or where it is named"
+        "below 16384 elements it runs if already compiled and without gradient, or if it is named"
     ]
     assert not asked
     choice = op.choose(large, large, large, 1.0)

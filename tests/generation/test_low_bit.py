@@ -235,7 +235,10 @@ def test_the_plan_says_what_stays_and_why() -> None:
     with assume_gpu((7, 5)):
         assert "the CUDA kernel needs a GPU of compute capability 8.0, not 7.5" in reason(tiny.t5().half(), "int8")
     kept = reason(tiny.gpt2(), {"bits": 8, "keep": "cpu"})
-    assert "int8: 9 of 9 linear layers" in kept and "`keep: 'cpu'` has no effect, as the weights are on no GPU" in kept
+    assert (
+        "int8: 9 of 9 linear layers" in kept
+        and "`keep: 'cpu'` has no effect, since the weights are not on a GPU" in kept
+    )
 
 
 def test_excluded_layers_stay() -> None:

@@ -169,10 +169,10 @@ def test_the_plan_says_what_is_kept_in_8_bits() -> None:
     assert "in PyTorch, which is slow: does not take torch.float64" in replacement.reason
     with mock.patch.object(LlamaStep, "takes_quantised_cache", False):
         (replacement,) = fuseopt.plan(model, config).replacements
-    assert "keys and values stay in the model's dtype: LlamaStep takes none in 8 bits" in replacement.reason
+    assert "keys and values stay in the model's dtype: LlamaStep does not support 8-bit caches" in replacement.reason
     with backends.assume_gpu((9, 0)):
         (replacement,) = fuseopt.plan(model.half(), config).replacements
-        assert f"the kernel takes no heads of {model.config.head_dim} dimensions" in replacement.reason
+        assert f"the kernel does not support heads of {model.config.head_dim} dimensions" in replacement.reason
         of_16 = grouped("llama", head_dim=16).half()
         reason = fuseopt.plan(of_16, config).replacements[0].reason
         assert reason.endswith("; keys and values in int8 if a layer has 16 MB of them or more")

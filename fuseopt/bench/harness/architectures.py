@@ -85,7 +85,7 @@ def random_inputs(model: PreTrainedModel, batch: int, length: int, new: int | No
     """
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     tables = {module.num_embeddings for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    # The first two rows of OPT's and BART's tables are no positions.
+    # The tables of OPT and BART have two rows before the first position.
     if isinstance(most, int) and tables & {most, most + 2} and length + (new or 0) > most:
         asked = f"{length} tokens" + (f" and {new} new ones" if new else "")
         raise ConfigError(f"--length: {asked} are more than the {most} positions of {type(model).__name__}")

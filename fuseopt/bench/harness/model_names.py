@@ -1,4 +1,4 @@
-"""What a user may name as a model: an architecture, a folder, or a model id. Imports neither torch nor transformers."""
+"""Names of models on the command line: architectures, folders and model ids. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def config_folder(source: str) -> Path | None:
 
 
 def _cached_folder(model_id: str) -> Path:
-    """The folder of transformers' cache that has a model's config; `from_pretrained` of an id opens connections."""
+    """The folder of a model's config in transformers' cache. `from_pretrained` of a model id would open connections."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
         found = try_to_load_from_cache(model_id, "config.json")
-    except ValueError as error:  # a name that no model can have, such as one with two dots in a row
+    except ValueError as error:  # an invalid name, such as one with two dots in a row
         raise ConfigError(f"{model_id!r} is neither a folder with a config.json, nor a model id: {error}") from error
     if not isinstance(found, str):
         raise ConfigError(

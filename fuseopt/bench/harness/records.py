@@ -179,14 +179,14 @@ class Results:
         return replace(self, rows=rows)
 
     def for_terminal(self) -> str:
-        """`to_markdown`, with long paths cut in the middle if the table is wider than the terminal, or 120 columns."""
+        """`to_markdown` with long paths cut in the middle to fit the terminal, or 120 columns without a terminal."""
         return self.to_markdown(shutil.get_terminal_size((WIDTH, 0)).columns)
 
     def to_markdown(self, width: int | None = None) -> str:
-        """`origin`, and a table that is aligned so that it reads well as plain text.
+        """`origin`, then a table that is aligned for reading as plain text.
 
         Args:
-            width: columns of text; in a wider table long paths are cut in the middle. None for no limit.
+            width: most columns of text; long paths are cut in the middle to fit. None sets no limit.
         """
         behind = "".join(f"\n- {line}" for line in self.slower_auto)
         listed = f"\n\nWhere what `backend: auto` takes is behind:\n{behind}" if behind else ""
@@ -291,7 +291,7 @@ def _columns(rows: Sequence[Record], unit: str, on_gpu: bool) -> dict[str, list[
 
 
 def _with_short_paths(shown: dict[str, list[str]], width: int | None) -> dict[str, list[str]]:
-    """The cells with paths cut to one length, the largest with which the table is no wider than `width`."""
+    """The cells with paths cut to the greatest common length at which the table is at most `width` wide."""
     longest = max((len(path) for cells in shown.values() for cell in cells for path in _PATH.findall(cell)), default=0)
     found = shown
     while width is not None and longest > _SHORTEST_PATH and sum(_widths(found)) + 3 * len(found) + 1 > width:

@@ -48,7 +48,7 @@ struct Multiply<BFloat16, BFloat16> {
 };
 using PairProducts = Multiply<BFloat16, BFloat16>;
 
-// `lines`: of bfloat16, of which two make pairs, or of pairs. `scales`: null, or of the outputs' sums.
+// `lines`: lines of bfloat16, two of which make pairs, or lines of pairs. `scales`: null, or factors of the outputs' sums.
 template <int kRows, typename Weight>
 __attribute__((noinline)) void add_scaled_tile(const Weight* weight, const float* scales, int64_t line_stride,
                                                int64_t lines, const BFloat16* input, int64_t input_stride,

@@ -113,7 +113,7 @@ struct BFloat16Kernels {
 };
 constexpr int64_t kPaddedLength = 32;
 
-/// Null where the processor does not multiply pairs of bfloat16.
+/// Null if the processor cannot multiply pairs of bfloat16.
 const BFloat16Kernels* bfloat16_kernels();
 
 }  // namespace fuseopt

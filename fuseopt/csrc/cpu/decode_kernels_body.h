@@ -82,7 +82,7 @@ inline Math dot_line(const T* line, int64_t length, const X* input) {
   return sum_of<Math>(sums[0]);
 }
 
-// X: of the input.
+// X: type of the input.
 template <typename T, typename X = MathOf<T>, typename Math = MathOf<T>>
 void dot_lines_of(const Products& p) {
   const T* weight = static_cast<const T*>(p.weight);

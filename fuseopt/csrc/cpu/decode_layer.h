@@ -125,7 +125,7 @@ RowBuffer<Math> rounded_rows(const Tensor& input, ScalarType type) {
   return x;
 }
 
-/// Rows of numbers that bfloat16 has, as BFloat16Kernels take them.
+/// Rows of numbers that bfloat16 represents exactly, in the layout that BFloat16Kernels need.
 class BFloat16Rows {
  public:
   BFloat16Rows(const float* rows, int64_t count, int64_t length)

@@ -52,7 +52,7 @@ inline Vector<Math> shuffled(const Vector<Math>& a, const Vector<Math>& b) {
 #endif
 }
 
-// Of both vectors the lanes whose index lacks the bit kDistance, then those that have it. Those of a come first.
+// The lanes of both vectors whose index lacks the bit kDistance, then the lanes that have it; those of a come first.
 template <typename Math, int kDistance, int... kLane>
 inline std::pair<Vector<Math>, Vector<Math>> halves(const Vector<Math>& a, const Vector<Math>& b,
                                                     std::integer_sequence<int, kLane...>) {
@@ -91,7 +91,7 @@ inline void transpose(Vector<Math> (&vectors)[kLanes<Math>]) {
   }
 }
 
-// How a vector of a weight's elements, in words of one or two neighbouring inputs, meets one of the input's.
+// How a vector of a weight's elements is multiplied with one of the input's, in words of one or two neighbouring inputs.
 template <typename T, typename X>
 struct Multiply {
   using Word = MathOf<T>;
@@ -108,11 +108,11 @@ constexpr int kTileRows = FUSEOPT_VECTOR_BYTES == 64 ? 6 : 3;
 constexpr int kTileVectors = 4;
 template <typename Math>
 constexpr int64_t kTileWidth = kTileVectors * kLanes<Math>;
-constexpr int64_t kTileDepth = 64;  // lines at once
+constexpr int64_t kTileDepth = 64;  // lines of a block
 
 // Blocks of a weight as add_tile reads them: a line for each input, of kTileWidth outputs.
 
-// Of a weight that is stored as [K, N]: in place.
+// Blocks of a weight stored as [K, N], read in place.
 template <typename T>
 class LinesInPlace {
  public:
@@ -135,7 +135,7 @@ class LinesInPlace {
   const Products& p_;
 };
 
-// Of a weight that is stored as [N, K]: transposed by words.
+// Blocks of a weight stored as [N, K], transposed by words.
 template <typename T, typename X>
 class TransposedLines {
  public:
@@ -175,7 +175,7 @@ class TransposedLines {
   alignas(kCacheLine) Word lines_[kTileDepth * kTileWidth<Word>];
 };
 
-// Not inlined, since the constants of transpose() would take its registers.
+// Not inlined, since the constants of transpose() would occupy its registers.
 template <int kRows, typename T, typename Math = MathOf<T>>
 __attribute__((noinline)) void add_tile(const T* weight, int64_t line_stride, int64_t lines, const Math* input,
                                         int64_t input_stride, Math* output, int64_t output_stride, Prefetch& outer) {
@@ -199,7 +199,7 @@ __attribute__((noinline)) void add_tile(const T* weight, int64_t line_stride, in
   }
 }
 
-// Products with the outputs that fill tiles; returns how many those are. X: of the input.
+// Products with the outputs that fill tiles; returns their number. X: type of the input.
 template <typename Lines, typename X, typename Math, typename P>
 int64_t multiply_tiles(const P& p) {
   constexpr int64_t kWidth = kTileWidth<Math>, kPerLine = Lines::kInputsPerLine;
@@ -278,7 +278,7 @@ inline void dot_tile(const T* weight, int64_t line_stride, int64_t length, const
   }
 }
 
-// Products with the lines that fill tiles; returns how many those are.
+// Products with the lines that fill tiles; returns their number.
 template <typename T, typename X, typename Math = MathOf<T>>
 int64_t multiply_few_rows(const Products& p) {
   constexpr int64_t kLines = kDotLines<Math>, kGroup = kDotGroups * kLines;

@@ -1,6 +1,6 @@
-// Tiles of weights of 8 and 4 bits, which are transposed as words and then widened: in the same namespace.
+// Tiles of 8-bit and 4-bit weights, which are transposed as words and then widened. In the namespace of the other bodies.
 
-// Blocks as add_tile reads them: of floats, or of pairs of bfloat16, which hold each element of 8 bits.
+// Blocks as add_tile reads them: floats, or pairs of bfloat16, which represent every 8-bit element exactly.
 template <typename Format, bool kHasZeros, bool kIsPaired>
 class LowBitLines {
  public:
@@ -115,7 +115,7 @@ class LowBitLines {
   alignas(kCacheLine) float scales_[kTileWidth<float>];
 };
 
-// Products with the lines that fill tiles; returns how many those are. X: of the input.
+// Products with the lines that fill tiles; returns their number. X: type of the input.
 template <typename Format, bool kHasZeros, typename X>
 int64_t multiply_low_bit_tiles(const LowBitProducts& p) {
   const int64_t whole = multiply_tiles<LowBitLines<Format, kHasZeros, sizeof(X) == 2>, X, float>(p);

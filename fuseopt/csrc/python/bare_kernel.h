@@ -13,26 +13,26 @@
 
 namespace {
 
-// What a bare kernel is: a tuple of
+// A bare kernel is a tuple of
 //   kLaunch     the address of cuLaunchKernel
 //   kBlock      three ints
 //   kGrid       grid(*arguments): an int, or what `kThree` makes three ints of
 //   kThree
 //   kShapes     shapes(arguments): a list of (sizes, dtype) of the results
 //   kKnown      a dict of such lists, by dtypes and sizes of tensors and by numbers
-//   kHandle     handle(device index): of the kernel
-//   kStream     stream(device index): the current one
-//   kFailed     failed(status, device index, is_last): raises, or returns for the launch to be tried again
+//   kHandle     handle(device index): the kernel's handle
+//   kStream     stream(device index): the current stream
+//   kFailed     failed(status, device index, is_last): raises, or returns if the launch should be retried
 enum BareField { kLaunch, kBlock, kGrid, kThree, kShapes, kKnown, kHandle, kStream, kFailed, kBareFields };
 
-constexpr Py_ssize_t kMostKnown = 256;  // of sizes and numbers without end, they would only take memory
+constexpr Py_ssize_t kMostKnown = 256;  // a limit, since calls with ever new sizes and numbers would fill memory
 
 using LaunchFunction = int (*)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                                unsigned block_y, unsigned block_z, unsigned shared, void* stream, void** arguments,
                                void** extra);
 using Sizes = std::array<unsigned, 3>;
 
-// What a launch passes: pointers of tensors, made contiguous, and numbers as int and double.
+// Arguments of a launch: pointers of contiguous tensors, and numbers as int and double.
 struct Launched {
   std::vector<at::Tensor> tensors;
   std::vector<uint64_t> values;
@@ -41,7 +41,7 @@ struct Launched {
   template <typename T>
   void add_to_kind(const T& value) { kind.append(reinterpret_cast<const char*>(&value), sizeof(value)); }
 
-  // Returns false with an exception for what a kernel does not take.
+  // Returns false with an exception for arguments that a kernel does not support.
   bool add(PyObject* argument) {
     if (THPVariable_Check(argument)) {
       tensors.push_back(THPVariable_Unpack(argument).contiguous());

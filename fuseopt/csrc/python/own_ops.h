@@ -252,7 +252,7 @@ PyObject* call_own(PyObject* direct, PyObject* given, PyObject* keywords) {
   Py_RETURN_NOTIMPLEMENTED;
 }
 
-// Places of `Op.calls` and `EagerCalls.direct`, which are slots of these classes: they are read in every call.
+// Offsets of `Op.calls` and `EagerCalls.direct`, which are slots of these classes, since every call reads them.
 struct OwnClasses {
   ternaryfunc call_in_python = nullptr;
   PyTypeObject* calls_type = nullptr;
@@ -264,7 +264,7 @@ PyObject* slot(PyObject* object, Py_ssize_t offset) {
   return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
 }
 
-// The call of an `Op`: `call_own`, and where that does nothing, `__call__` in Python.
+// The call of an `Op`: `call_own`, or `__call__` in Python if that returns NotImplemented.
 PyObject* call_op(PyObject* op, PyObject* given, PyObject* keywords) {
   HANDLE_TH_ERRORS
   PyObject* const calls = slot(op, own_classes.calls);
@@ -280,7 +280,7 @@ PyObject* call_op(PyObject* op, PyObject* given, PyObject* keywords) {
   END_HANDLE_TH_ERRORS
 }
 
-// Where instances of a class have a slot; -1 with an exception if they have none of that name.
+// The offset of a slot in instances of a class; -1 with an exception if there is no slot of that name.
 Py_ssize_t offset_of(PyObject* type, const char* name) {
   THPObjectPtr member(PyObject_GetAttrString(type, name));
   if (member && Py_TYPE(member.get()) != &PyMemberDescr_Type) PyErr_Format(PyExc_TypeError, "%s is no slot", name);

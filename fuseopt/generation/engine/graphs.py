@@ -110,7 +110,7 @@ class PromptWork(Work[_S]):
     """
 
     def __init__(self, forward: Callable[[_S, int, bool], None], state: _S, length: int, masked: bool) -> None:
-        # The slot of the first token, or None if a graph reads it from the device.
+        # The slot of the first token; None if the graph reads it from the device.
         start = state.start if isinstance(state, DecodeState) and not state.start_varies else None
         super().__init__((forward.__name__, state.sizes, length, masked, start), state)
         self.forward, self.length, self.masked = forward, length, masked
@@ -271,9 +271,9 @@ class StepGraphs(Captures):
         return note
 
     def repeats_start(self, prompt: PromptWork[Any]) -> bool:
-        """Whether to run a prompt for its own start rather than for any start, which takes a GPU longer.
+        """True if a prompt should get a graph for its start only, which is faster than the graph for any start.
 
-        From the second prompt with this start on, unless its capture would drop another prompt.
+        That is so from the second prompt with this start on, unless its capture would drop another prompt.
         """
         if prompt.key in self._prompts:
             return True

@@ -26,15 +26,15 @@ def plan_l2_prefetch(layers: Sequence[Linear], head: Linear) -> None:
 
 
 def _prefetchable(layer: Linear, reader: Linear) -> tuple[Tensor, ...]:
-    """The tensors that a layer reads, if `reader` prefetches them: kernels gain nothing where weights are quantised."""
+    """The tensors of a layer that `reader` prefetches; none with quantised weights, where a prefetch gains nothing."""
     return () if layer.low_bit or reader.low_bit else layer.weights
 
 
 def _skips_prefetch(layer: Linear) -> bool:
-    """True if a layer has more bytes than a GPU's blocks hold: its own weight loads already saturate bandwidth.
+    """True if a layer has more bytes than a GPU's blocks hold, so that its weight loads already saturate bandwidth.
 
-    The kernels decide so too (`most_held_bytes` in csrc/cuda/decode/linear/params.cuh). Which kernel takes a layer is
-    another question, with a lower limit for a long K: `exceeds_registers` there.
+    The kernels use the same limit (`most_held_bytes` in csrc/cuda/decode/linear/params.cuh). The choice of a layer's
+    kernel uses another limit, which is lower for a long K (`exceeds_registers` there).
     """
     weight = layer.stored[0]
     name = "decode_linear_held_bytes" if weight.T.is_contiguous() else "decode_linear_nk_held_bytes"

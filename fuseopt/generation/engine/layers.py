@@ -84,9 +84,9 @@ class Linear:
         prefetch: weights of a later launch, which the kernel reads into the L2 cache.
         low_rank: updates of the weights by LoRA adapters; None without any.
         sources: the modules that the weights belong to.
-        low_bit: what the layer multiplies with in place of `weights`, quantised from them or read from `checkpoint`,
-            and packed on a GPU; empty without any.
-        has_unquantised: `weights` are there beside `low_bit`, for products of many rows; else they may be placeholders.
+        low_bit: quantised weights that the layer multiplies with instead of `weights`, made from them or read from
+            `checkpoint`, and packed on a GPU; empty without quantisation.
+        has_unquantised: `weights` hold values beside `low_bit`, for products of many rows; else they may hold none.
         checkpoint: the weights as a pre-quantised checkpoint stores them; `weights` are then placeholders with their
             shapes, dtype and device. Empty for other checkpoints.
     """
@@ -107,14 +107,14 @@ class Linear:
 
     @functools.cached_property
     def most_low_bit_rows(self) -> int:
-        """With more rows products read `weights`, if they are there, or `low_bit` dequantised."""
+        """The most rows multiplied with `low_bit` as it is; more rows use `weights`, or `low_bit` dequantised."""
         first = self.low_bit[0]
         if isinstance(first, PackedWeight) and self.has_unquantised:
             return most_fast_rows([low.shape[0] for low in self.low_bit], first.inputs)
         return MOST_LOW_BIT_ROWS
 
     def at(self, rows: int) -> Linear:
-        """The layer as products of so many rows read it: itself, or without `low_bit` where that is faster."""
+        """The layer for products of `rows` rows: itself, or without `low_bit` where that is faster."""
         reads_low_bit = not (self.low_bit and self.has_unquantised) or rows <= self.most_low_bit_rows
         return self if reads_low_bit else self._unquantised
 

@@ -1,4 +1,4 @@
-"""Products with the weights of linear layers, by the BLAS library."""
+"""Products of linear layers by the BLAS library."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fuseopt.ops.dequantize_packed import dequantize_packed
 from fuseopt.ops.packed_weight import PackedWeight, parts_of
 
 PART_BYTES = 32 << 20
-"""Of packed weights, dequantised at a time."""
+"""Most bytes of a packed weight that are dequantised at a time."""
 
 
 def products_by_library(input: Tensor, weights: Sequence[Tensor | PackedWeight], biases: Sequence[Tensor]) -> Tensor:
-    """The products with several weights, side by side; on a GPU rows are aligned to 16 bytes.
+    """Products of one input with several weights, side by side; on a GPU rows are aligned to 16 bytes.
 
     cuBLAS takes several times as long if N is odd, as GPT-2's vocabulary is: the last few columns are a second product.
 

@@ -1,4 +1,4 @@
-"""The low-bit weights of a decode step: quantised here, or read from a pre-quantised checkpoint; kept up to date."""
+"""The low-bit weights of a decode step, quantised here or read from a pre-quantised checkpoint, and kept up to date."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from fuseopt.runtime.announcements import announce, is_bar_disabled
 from fuseopt.runtime.written_values import ReadSamples, Samples, sample
 
 Stored = LowBitWeight | PackedWeight
-"""A quantised weight as the kernels of its device read it."""
+"""A quantised weight in the layout that the kernels of its device read."""
 
 
 class LowBitChoice(NamedTuple):
     """Which of a step's linear layers are quantised.
 
     Attributes:
-        layers: those that are.
-        names: of their modules.
-        kept: module -> why it is not.
+        layers: the quantised layers.
+        names: names of their modules.
+        kept: name of a module that is not quantised -> the reason.
     """
 
     layers: Sequence[Linear]
@@ -40,7 +40,7 @@ class LowBitChoice(NamedTuple):
     kept: dict[str, str]
 
     def __str__(self) -> str:
-        """As the plan says it: how many, and the reasons, the most frequent first."""
+        """Text for the plan: how many layers are quantised, then reasons against others, the most frequent first."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.kept.items():
             by_reason.setdefault(reason, []).append(name)
@@ -64,8 +64,8 @@ def low_bit_choice(
     Layers that read the same input run as one, so they are quantised together or not at all.
 
     Args:
-        of_prompts: further layers, which no step runs.
-        with_attention: those of `layers` that a CUDA kernel may compute together with attention.
+        of_prompts: other layers, which run in prompts only.
+        with_attention: the `layers` that a CUDA kernel may compute together with attention.
     """
     fused = {id(layer) for layer in with_attention}
     paths = {id(module): path for path, module in model.named_modules()}
@@ -86,7 +86,7 @@ def low_bit_choice(
 
 
 def _reason(layer: Linear, paths: Sequence[str], options: LowBitOptions) -> str | None:
-    """Why a layer is not quantised; None if it is."""
+    """The reason not to quantise a layer; None if it is quantised."""
     if layer.low_rank is not None:
         return "it has LoRA adapters"
     if layer.checkpoint:
@@ -102,7 +102,7 @@ def _reason(layer: Linear, paths: Sequence[str], options: LowBitOptions) -> str 
 
 
 def no_gain_reason(layer: Linear, bits: int, is_with_attention: bool) -> str | None:
-    """Why a step on a GPU is not faster if a layer is quantised; None if it is."""
+    """The reason why quantising a layer does not make a step on a GPU faster; None if it does."""
     weight = layer.weights[0]
     if not packs_on(_planned_device(layer)) or not weight.T.is_contiguous():
         return None
@@ -112,7 +112,7 @@ def no_gain_reason(layer: Linear, bits: int, is_with_attention: bool) -> str | N
 
 
 def no_kernel_reason(layer: Linear) -> str | None:
-    """Why no kernel on the device of a layer's weights reads them quantised; None if one does."""
+    """The reason why no kernel reads the layer's weights quantised on their device; None if one does."""
     device = _planned_device(layer)
     if not packs_on(device):
         return None
@@ -122,7 +122,7 @@ def no_kernel_reason(layer: Linear) -> str | None:
 
 
 def _planned_device(layer: Linear) -> torch.device:
-    """The GPU that a plan is made for, or else the device of a layer's weights."""
+    """The GPU that a plan is made for; without one, the device of the layer's weights."""
     return assumed_gpu() or layer.weights[0].device
 
 
@@ -187,8 +187,8 @@ class LowBitWeights:
     def put_into(self, model: nn.Module, choice: LowBitChoice | None, linears: Iterable[Linear]) -> None:
         """Sets `low_bit` of the layers of `choice`, and of the pre-quantised layers of `linears`.
 
-        With `keep: "cpu"` on a GPU, moves the Parameters of `choice` to host memory, but not those that other modules
-        of `model` read too.
+        With `keep: "cpu"` on a GPU, moves the Parameters of `choice` to host memory, except those that other modules of
+        `model` also read.
         """
         self._choice = LowBitChoice((), (), {}) if choice is None else choice
         self._came = [layer for layer in linears if layer.checkpoint]
@@ -223,7 +223,7 @@ class LowBitWeights:
             for index, weight in enumerate(layer.weights):
                 key, sizes[weight.data_ptr()] = _key(weight), weight.nbytes
                 if options.keep == "cpu":
-                    # A Parameter that was in host memory meanwhile has another address.
+                    # The address of a Parameter changes when it moves to host memory and back.
                     key = (id(layer.sources[index * len(layer.sources) // len(layer.weights)].weight), index, *key[1:])
                 if key not in made:
                     made[key] = before.get(key) or _stored(
@@ -239,7 +239,7 @@ class LowBitWeights:
         return made
 
     def _park(self, model: nn.Module) -> list[Tensor]:
-        """Moves the layers' Parameters to host memory if that is asked for. Returns the weights that stay."""
+        """Moves Parameters to host memory under `keep: "cpu"`. Returns the weights that stay on the device."""
         tensors: list[Tensor] = []
         self._transposed, self._parked = [], []
         layers = self._choice.layers if self.options is not None and self.options.keep == "cpu" else ()
@@ -262,7 +262,7 @@ class LowBitWeights:
         return tensors
 
     def versions(self) -> tuple[Hashable, ...]:
-        """Versions and samples of the tensors that low-bit weights were made from: what a write changes.
+        """Versions and sampled values of the tensors that low-bit weights were made from; a write changes them.
 
         Waits for the device.
         """
@@ -279,7 +279,7 @@ class LowBitWeights:
 
     @property
     def most_rows(self) -> int | None:
-        """Products of more rows read the unquantised weights; None if none do."""
+        """The most rows with which no product reads unquantised weights; None if none ever does."""
         return min((layer.most_low_bit_rows for layer in self._choice.layers if layer.has_unquantised), default=None)
 
     def modules(self) -> Iterator[QuantisedModule]:

@@ -1,7 +1,8 @@
-"""Parameters whose values are in host memory while decode steps read quantised copies of them.
+"""Moves Parameters to host memory while decode steps read quantised copies of them.
 
-A parked layer keeps its Parameter, so `state_dict`, `save_pretrained` and edits work as before. Its forward on the
-instance is a `ParkedForward`, by which other code sees that it must not read the weight past the layer's forward.
+A layer whose weight is in host memory is called parked. It keeps its Parameter, so `state_dict`, `save_pretrained` and
+edits work as before. Its instance attribute `forward` is a `ParkedForward`, which tells other code not to read the
+weight without calling the layer.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from fuseopt.runtime.references import weak_attribute
 
 
 class ParkedForward:
-    """Forward of a parked layer: brings the weight back to the device of its input, then runs the class's forward.
+    """Forward of a parked layer: moves the weight to the device of the input, then runs the class's forward.
 
-    Refers weakly to its layer, and is copied and pickled with it.
+    It holds a weak reference to its layer, and is copied and pickled with it.
     """
 
     layer = weak_attribute("layer")
@@ -40,8 +41,11 @@ def is_parked(layer: nn.Module) -> bool:
 
 
 def parkable(model: nn.Module, layers: Iterable[nn.Module]) -> set[nn.Module]:
-    """Those of `layers` of a model that alone hold their weight, have the forward of their class, and whose weight was
-    made outside of inference mode."""
+    """The `layers` of a model that can be parked.
+
+    No other module may hold the weight, the layer must use its class's forward, and the weight must have been made
+    outside of inference mode.
+    """
     holders = Counter(id(held) for module in model.modules() for held in module._parameters.values())
     return {
         layer
@@ -72,7 +76,7 @@ def fetch(layer: nn.Module, device: torch.device) -> None:
 
 
 def fetch_all(model: nn.Module) -> None:
-    """Undoes `park` of all layers of a model, whose other Parameters say to which device weights belong."""
+    """Undoes `park` for all layers of a model, onto the device of its first Parameter that is not parked."""
     parked = [module for module in model.modules() if is_parked(module)]
     if not parked:
         return

@@ -55,11 +55,11 @@ class PromptAttention:
         self.start, self.end = start, end = state.start, state.start + length
         self.in_prompt, self.dtype = state.in_prompt(length), state.dtype
         self.slot = state.start_slot if state.start_varies else None
-        # By the window of a layer, what is added to its scores: [rows or 1, 1, length, end]; None: nothing, but a
-        # token sees none after it.
+        # By the window of a layer, the mask that is added to its scores, [rows or 1, 1, length, end]. With None the
+        # attention is causal and adds nothing.
         self.masks: dict[int | None, Tensor | CausalBias | None] = {}
         self.without_masks: _AttentionFromSlot | None = None
-        # Of capped scores PyTorch has no attention that takes a row without keys.
+        # For capped scores PyTorch has no attention that allows a row without keys.
         is_capped = any(attention.softcap is not None for attention in attentions)
         windows = set(map(self._window, attentions))
         hidden = torch.finfo(state.dtype).min if is_capped else -torch.inf
@@ -68,7 +68,7 @@ class PromptAttention:
             self.without_masks = _AttentionFromSlot(state, length)
         for window in windows:
             if has_flash:
-                # For few queries it splits the keys among blocks, as `_AttentionFromSlot` does not.
+                # With few queries this attention splits the keys among blocks; `_AttentionFromSlot` does not.
                 self.masks[window] = causal_lower_right(length, end) if start else None
             elif masked or is_capped or start or window is not None:
                 seen = causal_mask(length, state.device, start)[None, None]
@@ -131,7 +131,7 @@ class PromptAttention:
         return attended.transpose(1, 2).reshape(rows * length, -1)
 
     def _window(self, attention: SelfAttention) -> int | None:
-        """The layer's window; None if it excludes nothing."""
+        """The layer's window; None if it is no smaller than the prompt."""
         return None if attention.window is None or attention.window >= self.end else attention.window
 
     def _stored(self, projected: Tensor, attention: SelfAttention, cache: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class PromptAttention:
 def reads_start_on_device(state: DecodeState, attentions: Sequence[SelfAttention]) -> bool:
     """Whether PromptAttention can read the start of unmasked prompts from `state.start_slot`.
 
-    That takes PyTorch's FlashAttention, which gets the number of keys on the device.
+    This needs PyTorch's FlashAttention, which reads the number of keys from the device.
     """
     like = state.cache
     return (
@@ -203,7 +203,7 @@ class _AttentionFromSlot:
         Args:
             query: [rows, heads, length, head_dim].
             cache: [2, rows, kv_heads, capacity, head_dim], with the keys and values of the queries' tokens.
-            window: how many slots a token sees, its own among them; None for all.
+            window: how many slots a token attends to, its own included; None for all.
 
         Returns:
             [rows * length, heads * head_dim].

@@ -12,14 +12,14 @@ from fuseopt.ops import registry
 from fuseopt.ops.decode.quantized_heads import EIGHT_BIT_ATTENTION, LARGEST, dequantize_heads, is_head_dim_of_kernel
 
 CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""By the name in a config."""
+"""Names in a config -> dtypes of caches."""
 assert set(CACHE_DTYPES.values()) == LARGEST.keys()
 
 
 def no_8_bit_cache_reason(
     device: torch.device, dtype: torch.dtype, head_dim: int, *, may_build: bool = False
 ) -> str | None:
-    """Why caches on a device keep the model's dtype; None if they may be quantised.
+    """The reason why caches on a device keep the model's dtype; None if they may be quantised.
 
     Args:
         may_build: a CUDA library that could be compiled counts as present (for planning).
@@ -29,7 +29,7 @@ def no_8_bit_cache_reason(
     choice = registry.get(EIGHT_BIT_ATTENTION).choose("auto", device, [dtype], may_build=may_build)
     if choice.backend != "cuda":
         return f"the kernel {'; '.join(choice.refused['cuda'])}"
-    return None if is_head_dim_of_kernel(head_dim) else f"the kernel takes no heads of {head_dim} dimensions"
+    return None if is_head_dim_of_kernel(head_dim) else f"the kernel does not support heads of {head_dim} dimensions"
 
 
 class QuantisedCache(NamedTuple):

@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Of all rows, and of the encoder's output of all items."""
+        """Slots of all rows, plus those of the encoder's output of all items."""
         return self.rows * self.capacity + self.items * self.cross_capacity
 
     def rounded_up(self) -> Sizes:
@@ -96,7 +96,7 @@ class CacheShape:
         return sizes.slots * replace(self, stored_dtype=self.stored_in(sizes)).bytes_per_slot
 
     def stored_in(self, sizes: Sizes) -> torch.dtype | None:
-        """`stored_dtype` for caches of these sizes; None where attention on a GPU would take longer with it."""
+        """`stored_dtype` for caches of these sizes; None if they are so small that it slows attention on a GPU."""
         if self.stored_dtype is None or self.device.type != "cuda":
             return self.stored_dtype
         of_a_layer = 2 * sizes.slots * self.heads * self.head_dim * self.dtype.itemsize
@@ -155,10 +155,10 @@ class DecodeState:
         absorbed: AbsorbedCrossAttention of a single item, or None.
         may_pad: whether a prefill may be given more tokens a row than the prompts have.
         start: the slot at which a prefill begins; the prefix cache has filled those before it.
-        prompts: of each row, what a PrefixCache knows of the prompt whose keys and values are in the cache; empty if
-            nothing.
+        prompts: for each row, a PrefixCache's record of the prompt whose keys and values are in the cache; empty
+            without a record.
         start_slot: [1], `start` on the device, if `start_varies`.
-        start_varies: a prefill reads `start_slot`, so that one captured for a start serves any other.
+        start_varies: a prefill reads `start_slot`, so that one captured prefill serves any start.
     """
 
     def __init__(self, sizes: Sizes, shape: CacheShape, vocab: int) -> None:
@@ -279,7 +279,7 @@ class DecodeState:
             self.beams.forget_ancestors()
 
     def prefilled_slots(self, length: int) -> Tensor:
-        """[length]: the slots of so many tokens a row, from slot `start` on."""
+        """[length]: the slots of `length` tokens a row, from slot `start` on."""
         return self.start_slot + self.slots[:length] if self.start_varies else self.slots[self.start :][:length]
 
     def in_prompt(self, length: int) -> Tensor | None:

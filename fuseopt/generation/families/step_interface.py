@@ -82,7 +82,8 @@ class DecodeStep(Protocol):
         takes_prefix: `prefill` of a decoder-only model runs prompts from slot `state.start` on; a PrefixCache may fill
             the slots before it.
         is_quantised: `quantise` has found weights to quantise.
-        most_quantised_rows: with `is_quantised`, products of more rows read the unquantised weights; None if none do.
+        most_quantised_rows: with `is_quantised`, products of more rows than this read the unquantised weights; None if
+            no products do.
         token_embedding: [vocab, width], whose dtype and device tell whether the engine's kernels apply.
         shape: of the key-value cache, from which the engine makes a `DecodeState`.
         vocab: width of the logits.
@@ -133,7 +134,7 @@ class DecodeStep(Protocol):
 
     @classmethod
     def head_dim_of(cls, model: nn.Module) -> int:
-        """The elements of a head's key in the cache."""
+        """Size of a head's key in the cache, in elements."""
         raise NotImplementedError
 
     @classmethod
@@ -179,7 +180,7 @@ class DecodeStep(Protocol):
         ...
 
     def takes_any_start(self, state: DecodeState) -> bool:
-        """Whether `prefill` of unmasked prompts can read its start from `state.start_slot`, see `start_varies`."""
+        """True if `prefill` of unmasked prompts can read its start from `state.start_slot` (see `start_varies`)."""
         return False
 
     def cross_cache_filled(self, state: DecodeState) -> None:

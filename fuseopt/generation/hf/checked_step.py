@@ -184,7 +184,7 @@ class CheckedStep:
             self._sampled, self._reading = found, ReadSamples(Samples(found.parameters))
             reading = self._reading
         elif reading.runs == 1 and reading.state.device.type == "cuda" and self.graphs.max_graphs:
-            # Their views take the host longer than a graph of their one kernel.
+            # A graph of the one kernel that reads the samples takes the host less time than their views.
             self.graphs.record(reading, (), "a read of the weights")
         reading()
         versions = [parameter._version for parameter in found.parameters]

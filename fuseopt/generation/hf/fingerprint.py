@@ -61,8 +61,8 @@ class ModelFingerprint:
         watch: compares the modules with this walk faster than another walk; None if a module has hooks, which only a
             walk can examine.
         lora: the LoRA layers in the trees.
-        parameters: of the modules, without weights that `parked_weights` keeps in host memory; of pre-quantised layers,
-            the tensors that their forwards read.
+        parameters: the Parameters of the modules, except weights that `parked_weights` keeps in host memory; for
+            pre-quantised layers, the tensors that their forwards read.
     """
 
     reason: str | None

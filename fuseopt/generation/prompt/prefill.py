@@ -32,7 +32,7 @@ class Prefilled:
         pending: the first logits do not exist yet; a step on the prompt's only token has to compute them.
         has_ids: `state.ids` contains the prompt.
         was_early: the early prefill did all of this.
-        is_unquantised: the step's weights are quantised, and those that the prompt was multiplied with were not.
+        is_unquantised: the step's weights are quantised, but the prompt ran with the unquantised weights.
         note: for the report: why the prompt was not captured in a CUDA graph, `UNQUANTISED_PROMPT` if the prompt was
             run so, and what the prefix cache did.
     """
@@ -90,7 +90,7 @@ def _prefill(
     model_kwargs: dict[str, Any],
     early: EarlyPrompt | None,
 ) -> Prefilled:
-    """`prefill` without what is said of unquantised weights that the step itself has read."""
+    """`prefill` without the note on unquantised weights that the step has read."""
     length = input_ids.shape[1]
     encodes = model.config.is_encoder_decoder
     keep = None if encodes else model_kwargs.get("attention_mask")

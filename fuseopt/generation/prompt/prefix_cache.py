@@ -18,7 +18,7 @@ BLOCK = 16
 """Tokens in a block."""
 _BLOCK_BYTES = BLOCK * torch.int64.itemsize
 _MIB = 2**20
-# Blocks in more separate runs of places are copied by one kernel, which needs their places on the device.
+# Blocks in more runs of neighbouring places are copied by one kernel, which reads the places from the device.
 _MOST_COPIES = 3
 
 _Key = tuple[int, bytes]
@@ -139,7 +139,7 @@ class PrefixCache:
             return "its memory was freed, since memory ran out"
         if not self.capacity:
             return f"a block takes {shape.bytes_per_slot * BLOCK / _MIB:.2f} of {self.mebibytes} MiB"
-        # Copied while the samples of the weights are read, for which the host waits.
+        # The copy runs while the samples of the weights are read, which the host has to wait for anyway.
         on_host = input_ids.to("cpu", torch.int64, non_blocking=True)
         versions = self._weight_versions()
         if versions is None:
@@ -254,7 +254,7 @@ class PrefixCache:
         first, number = len(chain), self._blocks[chain[-1]].number if chain else 0
         self._use(chain)
         new = list(_split(row.ids, first))
-        # The blocks of this prompt are the last used.
+        # The blocks of this prompt are the most recently used.
         while len(self._free) < len(new) and len(self._blocks) > first:
             self._free.append(self._blocks.popitem(last=False)[1].place)
         count = min(len(new), len(self._free))

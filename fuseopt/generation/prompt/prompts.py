@@ -26,8 +26,8 @@ def run_forward(
     """Runs `forward` on the prompts in `state`, padded to their length class if such prompts are captured.
 
     Args:
-        length: tokens a prompt to run, from slot `state.start` on.
-        any_start: a captured prompt may serve other starts than this one, see `DecodeStep.takes_any_start`.
+        length: tokens of each prompt to run, from slot `state.start` on.
+        any_start: a captured prompt may serve other starts than this one (see `DecodeStep.takes_any_start`).
 
     Returns:
         why the prompt could not be captured, empty if it was or no capture was tried.

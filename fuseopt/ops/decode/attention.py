@@ -4,7 +4,7 @@ Lengths, padding and positions are tensors, so a CUDA graph captured once stays 
 cache's capacity. T5's relative position bias depends only on the distance between key and query (Raffel et al. 2020,
 arXiv 1910.10683), so a vector per head replaces a matrix.
 
-At long contexts attention is bound by reading the cache, which may therefore have 8 bits an element.
+At long contexts, reading the cache limits attention, so a cache may be stored with 8 bits an element.
 """
 
 from collections.abc import Iterator
@@ -123,10 +123,10 @@ def decode_attention(
             beam) reads item `i // (rows // batch)`. `heads` is a multiple of `kv_heads`: head h (grouped queries)
             reads head `h // (heads // kv_heads)`.
         value_cache: like `key_cache`.
-        key_scales, value_scales: [batch, kv_heads, capacity], float32, not negative, of caches that `quantize_heads`
-            has rounded to int8 or float8_e4m3fn; or None. The CUDA kernel then takes float16 and bfloat16, from compute
-            capability 8.0 on, a head_dim that is a multiple of 16, and tensors that begin at multiples of 16 bytes.
-            For another head_dim, and for float64, "auto" is the reference.
+        key_scales, value_scales: [batch, kv_heads, capacity], float32, not negative, if `quantize_heads` has rounded
+            the caches to int8 or float8_e4m3fn; else None. With scales, the CUDA kernel needs compute capability 8.0,
+            float16 or bfloat16, a head_dim that is a multiple of 16, and tensors aligned to 16 bytes. For another
+            head_dim, and for float64, "auto" is the reference.
         lengths: [batch] or one element, int32 or int64, on `query`'s device.
         starts: [batch], like `lengths`, or None for zeros: left padding.
         mask: [batch, capacity], bool, False for places that are not attended to, or None.

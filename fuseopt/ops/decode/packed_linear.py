@@ -15,12 +15,12 @@ from fuseopt.ops.low_bit import MAX_ROWS, dequantize
 from fuseopt.ops.packed_weight import DTYPES, PackedWeight, data_shape, not_packed_reason, pack_for_cuda, unpacked
 
 MOST_NORMALISED_ROWS = 8
-"""For more rows a norm is faster as an op of its own: the kernels for them have none."""
+"""With more rows a separate op computes the norm faster: the kernels for many rows have no norm."""
 
 CUDA = registry.NativeBackend("cuda", DTYPES, capability=(8, 0))
 
-# TUNED: 1 row, weights of GPT-2 XL, stored as [K, N], in a chain: 1600 x 1600 1.95 | 2.09 | 2.00, 1600 x 6400
-# 6.0 | 5.1 | 4.6.
+# TUNED: us of 16 | 8 | 4 bits, 1 row, weights of GPT-2 XL, stored as [K, N], in a chain: 1600 x 1600
+# 1.95 | 2.09 | 2.00, 1600 x 6400 6.0 | 5.1 | 4.6.
 # A token of GPT-2 XL: 861 us; with up and down and the head in 8 bits 878, with down in 4 bits 835 (H200, e1ab12f3).
 LEAST_TRANSPOSED = 8_000_000
 """Weights stored as [K, N] gain nothing in 8 bits, and with fewer values than this nothing in 4 bits."""
@@ -126,10 +126,10 @@ def decode_packed_linear(
 
 
 def most_fast_rows(outputs: Sequence[int], inputs: int) -> int:
-    """Up to how many rows the kernels are faster than those for weights [N, K] of 16 bits that share an input."""
+    """The most rows for which the kernels are faster than 16-bit kernels, for weights [N, K] that share an input."""
     # TUNED: H200, 32 rows, us of 16, 8 and 4 bits with the norm: output of Llama-1B 9.0, 5.9, 5.8; of Llama-8B 14.2,
     # 10.8, 10.7, its gate and up 73, 41, 40, its down 34.2, 25.4, 24.5; GPT-2 XL's up 11.2, 11.4, 11.0 (a1d415c7).
-    # Smaller layers were not measured. With 64 rows few gain.
+    # Smaller layers were not measured. With 64 rows few layers gain.
     least = 6_000_000 if len(outputs) > 1 else 4_000_000
     return 32 if sum(outputs) * inputs >= least else FEW_ROWS
 

@@ -1,6 +1,6 @@
 """Keys and values in 8 bits, with a scale for each head and token.
 
-With a scale for each token, and not for each channel, a step can quantise its own key and value without knowing others
+Scales are per token, not per channel, so a step can quantise its key and value without knowing those of other tokens
 (Liu et al. 2024, arXiv 2402.02750, compare both).
 """
 
@@ -15,11 +15,11 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Dtype of a quantised cache -> the largest number that `quantize_heads` stores."""
 
 EIGHT_BIT_ATTENTION = "decode_attention_of_8_bits"
-"""`decode_attention` and `decode_attention_` over such caches, in the registry."""
+"""Name in the registry of `decode_attention` and `decode_attention_` over such caches."""
 
 
 def is_head_dim_of_kernel(head_dim: int) -> bool:
-    """Whether the CUDA kernel of attention reads vectors of `head_dim` elements of 8 bits."""
+    """True if the CUDA kernel of attention supports 8-bit vectors of `head_dim` elements."""
     return head_dim % 16 == 0 and head_dim <= 256
 
 
@@ -28,8 +28,8 @@ def quantize_heads(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
     A scale is the vector's largest magnitude divided by 127 (int8) or 448 (float8_e4m3fn), so no element is clipped.
     The error of an element is at most half a scale (int8), or the greater of 1/16 of the element and 2**-10 scales
-    (float8_e4m3fn). A vector with NaN or infinity becomes zeros with a scale of NaN or
-    infinity, which dequantise to NaN.
+    (float8_e4m3fn). A vector with NaN or infinity becomes zeros with a scale of NaN or infinity; these dequantise to
+    NaN.
 
     Args:
         vectors: [..., head_dim], floating point.
@@ -56,7 +56,7 @@ def dequantize_heads(quantized: Tensor, scales: Tensor, dtype: torch.dtype) -> T
     Args:
         quantized: [..., head_dim], int8 or float8_e4m3fn.
         scales: [...], float32.
-        dtype: of the result. The product is computed in float32, or in float64 for float64.
+        dtype: dtype of the result. The product is computed in float32; in float64 if `dtype` is float64.
 
     Returns:
         [..., head_dim] of `dtype`.
@@ -66,7 +66,7 @@ def dequantize_heads(quantized: Tensor, scales: Tensor, dtype: torch.dtype) -> T
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor of float8_e4m3fn as uint8, another as it is."""
+    """A float8_e4m3fn tensor viewed as uint8; any other tensor unchanged."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 

@@ -80,7 +80,7 @@ def decode_rotary_store_(
             float32, float16, bfloat16 or float64.
         key_cache, value_cache: [rows, kv_heads, capacity, head_dim], `qkv`'s dtype, unit stride in the last dimension
             and any other strides. Written to: slots [slot, slot + length).
-        slot: [1] int64, at most capacity - length, which is not checked on a GPU; None for 0.
+        slot: [1] int64, the first slot to write, at most capacity - length (not checked on a GPU); None for slot 0.
         rotary, interleaved, q_norm, k_norm, norm_eps, norm_offset: as in `decode_attention_`.
         row_positions: [rows, length], int32 or int64, each token's position in `rotary`.
         pdl: launch the CUDA kernel programmatically dependent on its predecessor on the stream. It reads and writes

@@ -1,8 +1,8 @@
 // Keys and values in 8 bits: a scale for each head and token, and the tiles and running softmax that read them.
 //
-// The tensor cores multiply halves, whatever the model's dtype is. Elements become halves in registers, exactly. A query
-// is divided by a power of two, and the scores get that factor, the scale of the softmax and the key's scale in float32.
-// Values are weighted by their probability times their scale, relative to a power of two that follows the largest scale.
+// The tensor cores multiply halves, whatever the model's dtype. Elements are converted to halves exactly, in registers. A
+// query is divided by a power of two; the scores are multiplied by it, the softmax scale and the key's scale in float32. A
+// value's weight is its probability times its scale, relative to a power of two that follows the largest scale.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -11,7 +11,7 @@
 
 namespace fuseopt {
 
-// kLargest: the largest element's magnitude. `unit`: what a widened half has to be multiplied by.
+// kLargest: the largest magnitude of an element. `unit`: the factor that a widened half has to be multiplied by.
 struct Int8 {
   static constexpr float kLargest = 127;
   static constexpr CacheDType kCacheDType = kInt8;
@@ -59,7 +59,7 @@ struct Fp8 {
 #endif
 };
 
-// The largest magnitude of kLanes neighbouring lanes' elements; NaN if one is NaN.
+// The largest magnitude among the elements of kLanes neighbouring lanes; NaN if one is NaN.
 template <int kLanes>
 __device__ inline float largest_magnitude(const float (&x)[8]) {
   unsigned largest = 0;  // NaN has the greatest bits, infinity the next
@@ -72,19 +72,19 @@ __device__ inline float largest_magnitude(const float (&x)[8]) {
   return __uint_as_float(largest);
 }
 
-// The power of two of a number that is not negative: at most it, and more than half of it; 0 for subnormal numbers, and
-// infinity for infinity and NaN. Its `inverse` is 2^127 for 0, and -infinity for infinity.
+// The largest power of two that is not above a number >= 0; 0 for subnormal numbers, and infinity for infinity and NaN. Its
+// `inverse` is 2^127 for 0, and -infinity for infinity.
 __device__ inline float power_of_two(float x) { return __uint_as_float(__float_as_uint(x) & 0x7f800000); }
 __device__ inline float inverse(float power) { return __uint_as_float(0x7f000000 - __float_as_uint(power)); }
 
-// x / divisor, which the compiler's division takes longer for. Rounded correctly, but for subnormal numbers.
+// x / divisor, faster than the compiler's division. Correctly rounded, except for subnormal numbers.
 __device__ inline float quotient(float x, float divisor, float reciprocal) {
   const float nearly = x * reciprocal;
   return __fmaf_rn(__fmaf_rn(-nearly, divisor, x), reciprocal, nearly);
 }
 
-// 8 elements of a vector whose largest magnitude is `largest`, and its scale, a kLargest-th of that. If it is not finite,
-// they are zeros, which the scale makes NaN.
+// Quantises 8 elements of a vector whose largest magnitude is `largest`; the scale is `largest` / kLargest. If that is not
+// finite, the elements are zeros, which the scale makes NaN.
 template <typename Stored>
 __device__ inline uint2 quantized(const float (&x)[8], float largest, float& scale) {
   scale = quotient(largest, Stored::kLargest, 1 / Stored::kLargest);
@@ -136,13 +136,13 @@ struct QuantizedTile : TileStorage<unsigned char, kDims> {
   }
 };
 
-// As Attended, of quantized keys and values.
+// Like Attended, for quantized keys and values.
 template <typename Stored, int kDims>
 struct QuantizedAttended {
   // Halves reach 65504, and weights twice this; small weights are normal numbers down to 2^-28 of the largest.
   static constexpr float kLargestWeight = 16384, kLeastUnit = 0x1p-100f;
 
-  // `sum` is of the lane's keys until `finish`. `weighted` is relative to `unit`, the power of two of the largest scale.
+  // Until `finish`, `sum` covers the lane's keys only. `weighted` is relative to `unit`, the power of two of the largest scale.
   float largest[2] = {-INFINITY, -INFINITY}, sum[2] = {}, unit = kLeastUnit, weighted[kDims / 16][4] = {};
 
   // See Attended::add_scored. `value_scale`: of key `lane` of the tiles, 0 if it is excluded.
@@ -198,7 +198,7 @@ struct QuantizedAttended {
     }
   }
 
-  // Makes `sum` that of all keys, and `weighted` absolute.
+  // Makes `sum` the sum over all keys, and `weighted` absolute.
   __device__ void finish() {
 #pragma unroll
     for (int q = 0; q < 2; ++q) {

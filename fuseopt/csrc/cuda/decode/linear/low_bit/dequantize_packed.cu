@@ -1,5 +1,5 @@
-// Packed weights of 8 and 4 bits to a row-major weight [N, K] in 16 bits, for products of so many rows that the BLAS library
-// is faster.
+// Dequantises packed 8-bit and 4-bit weights to a row-major weight [N, K] in 16 bits, for products with so many rows that the
+// BLAS library is faster.
 #include "cuda/decode/linear/params.cuh"
 
 namespace fuseopt {
@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kDequantizingThreads = 256;
 
-// A warp for each block of K of a line.
+// One warp for each block of K of a line.
 template <typename T, int kBits>
 __global__ void __launch_bounds__(kDequantizingThreads)
     dequantize_packed_kernel(const char* packed, PackedShape shape, T* weight, int outputs, int in_features) {

@@ -1,11 +1,11 @@
-// From tensors to a PackedLinear, for the ops that have one.
+// Makes a PackedLinear from tensors, for the ops that take one.
 #pragma once
 
 #include "cuda/decode/linear/decode_linear_binding.h"
 
 namespace fuseopt {
 
-// Without a layer but its `in_features`.
+// Sets `in_features` only, not the rest of the layer.
 inline PackedLinear packed_linear(const char* op, int64_t in_features, int64_t bits, int64_t group, bool has_zeros) {
   const bool is_group = group == 32 || group == 64 || group == 128;
   FUSEOPT_CHECK(bits == 8 ? !has_zeros : bits == 4 && is_group, "fuseopt::", op, ": ", bits, " bits with groups of ", group,
@@ -15,7 +15,7 @@ inline PackedLinear packed_linear(const char* op, int64_t in_features, int64_t b
   return packed;
 }
 
-// Raises where a packed weight has not the size for so many outputs.
+// Raises if a packed weight's size does not match its number of outputs.
 inline void check_packed(const char* op, const PackedLinear& packed, const Tensor& weight, int64_t outputs) {
   constexpr int64_t kLineOutputs = 16;
   const int64_t lines = (outputs + kLineOutputs - 1) / kLineOutputs, line_bytes = fuseopt_packed_line_bytes(packed);

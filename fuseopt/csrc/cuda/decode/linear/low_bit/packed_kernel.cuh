@@ -1,9 +1,9 @@
-// decode_linear for packed weights of 8 and 4 bits, 1 to 16 rows. Where a layer's weight fits on the chip, all of it is
-// requested before the wait for the previous kernel, into shared memory; else as much as a ring holds. Blocks of the next
-// kernel fit beside this one's, so memory is not idle between kernels.
+// decode_linear for packed weights of 8 and 4 bits, 1 to 16 rows. Blocks request their weights into shared memory before they
+// wait for the previous kernel: all of the weight if it fits on the chip, else as much as a ring holds. Blocks of the next
+// kernel fit beside this kernel's, so memory is not idle between kernels.
 //
-// A strip of outputs is computed by a group of 1 to 8 warps that split K; groups do not wait for one another. A warp's sums
-// are where the first warp of its group has those of the same outputs, so they are added up without a transposition.
+// A group of 1 to 8 warps computes a strip of outputs and splits K; groups do not wait for one another. All warps of a group
+// hold the sums of an output in the same lane, so sums are added without a transposition.
 #pragma once
 
 #include "cuda/common/block_barrier.cuh"
@@ -16,8 +16,8 @@ template <typename T, int kBits, int kUnits, int kHalves>
 struct PackedSums {
   float all[kUnits][kHalves][4] = {};
 
-  // Adds a block of K. `block`: its units and scales, of the first line; those of the next line are `apart` bytes on. `x`:
-  // the lane's operands of its first chunk, of each half of the rows; those of the next chunk are `x_stride` bytes on.
+  // Adds the products of a block of K. `block`: units and scales of the first line; the next line is `apart` bytes further.
+  // `x`: the lane's operands of the first chunk for each half of the rows; the next chunk is `x_stride` bytes further.
   __device__ void add(const PackedShape& shape, const char* block, int apart, const char* const (&x)[kHalves], int x_stride) {
     constexpr int kChunks = kBlockChunks<kBits>, kUnitChunks = kChunks / kBlockUnits;
     constexpr int kChains = kBits == 4 && kUnits * kHalves == 1 ? 2 : 1;
@@ -125,12 +125,12 @@ __global__ void __launch_bounds__(kPackedWarps* kWarpSize, 2)
     }
     end_copy_group();
   };
-  if constexpr (!kBulk) copy_norm();  // its copies are the first group
+  if constexpr (!kBulk) copy_norm();  // its copies are the first commit group
   PackedStream<T, kBits, kUnits, kBulk> weight(layer, rings + warp * layer.stages * stage_bytes, arrivals[warp], id, step, part);
   if constexpr (kBulk) copy_norm();
   prefetch_next_weights(layer);
 
-  // Of the strip whose turn it is, if the warp finishes it: what is known before the wait.
+  // What the epilogue of the current strip can load before the wait, if this warp finishes the strip.
   T biases[kUnits][2];
   float output_scales[kUnits][2];
   const auto column_of = [&](const PackedStrip& strip, int u, int i) {
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kPackedWarps* kWarpSize, 2)
       }
     }
   };
-  constexpr bool kHasResidualsEarly = kLaneSums < 16;  // else registers do not suffice
+  constexpr bool kHasResidualsEarly = kLaneSums < 16;  // else there are too few registers
   load_constants();
   if (kBulk) await_copy_groups<0>();
   else if (layer.stages == kPackedStages) await_copy_groups<kPackedStages>();

@@ -1,4 +1,4 @@
-// How packed weights are shared out, and launches of both kernels that read them.
+// How packed weights are divided among blocks, and launches of both kernels that read them.
 #pragma once
 
 #include "cuda/decode/linear/dispatch.cuh"
@@ -24,8 +24,8 @@ struct PackedPlan {
       strips[i] = static_cast<int>(ceil_div(layer.widths[i], width));
       all_strips += strips[i];
     }
-    // Few strips: more warps for each, so that all have work. A layer that streams through its rings has two blocks of a
-    // multiprocessor; one that fits beside another leaves the second place to the next kernel.
+    // With few strips, more warps share each, so that all warps have work. A layer that streams through rings gets two blocks
+    // a multiprocessor. Other layers get one block, which leaves space for a block of the next kernel.
     constexpr int64_t kStreamsFrom = 128 * 1024;
     const int64_t lines = static_cast<int64_t>(all_strips) * units;
     const bool is_streamed = lines * shape.line_bytes > kStreamsFrom * multiprocessor_count();
@@ -38,7 +38,7 @@ struct PackedPlan {
     const auto share = [&](int of_ring) {
       stages = of_ring;
       shared_bytes = bytes_of(layer, shape);
-      constexpr size_t kReserved = 2048;  // for each block, by the system and what the kernel declares
+      constexpr size_t kReserved = 2048;  // for each block: reserved by the system or declared by the kernel
       const int64_t fit = static_cast<int64_t>(shared_bytes_of_multiprocessor() / (shared_bytes + kReserved));
       const int64_t wanted = ceil_div(all_strips, kPackedWarps / split);
       const int64_t room = std::max<int64_t>(std::min<int64_t>(fit, 2), 1) * multiprocessor_count();
@@ -49,9 +49,9 @@ struct PackedPlan {
     const int of_strip = static_cast<int>(std::min<int64_t>(ceil_div(part_blocks, kStageBlocks), kPackedStages));
     int64_t needed = share(of_strip);
     if (needed > of_strip) needed = share(kPackedStages);
-    // A long ring for one block is good for what it holds; what streams is better shared out among two blocks.
+    // One block with a long ring is faster if the ring holds everything; two blocks are faster if the weight streams.
     if (units == 2 && needed > kPackedStages) needed = share(kFewStages);
-    // No more than is filled. Copies of lanes are counted in groups, for one of two numbers of stages.
+    // No more stages than are filled. Copies by lanes are counted in commit groups, for one of two numbers of stages.
     if (ring == Ring::kBulk) stages = static_cast<int>(std::min<int64_t>(stages, needed));
     else stages = needed <= kFewStages || stages <= kFewStages ? kFewStages : kPackedStages;
     shared_bytes = bytes_of(layer, shape);
@@ -124,7 +124,7 @@ bool launch_held(const DecodeLinear& layer, const PackedShape& shape, cudaStream
   return is_sm90_or_newer() && launch.template operator()<false, false, 4, 4, Along::kTogether>();
 }
 
-// Up to 16 rows. `layer`: weights are packed ones. Returns cudaErrorNotSupported where no kernel takes the layer.
+// Up to 16 rows. `layer`: its weights are packed. Returns cudaErrorNotSupported if no kernel supports the layer.
 template <typename T, int kBits>
 cudaError_t launch_packed_linear(const DecodeLinear& layer, const PackedShape& shape, cudaStream_t stream) {
   cudaError_t error = cudaErrorNotSupported;
@@ -142,8 +142,8 @@ cudaError_t launch_packed_linear(const DecodeLinear& layer, const PackedShape& s
                  : launch_packed<T, kBits, Ring::kAsync>(layer, shape, plan, stream);
 }
 
-// For any number of rows. Without a norm, more than 16 rows, and more than 8 or 4 of a large layer, take a kernel of their
-// own. Else as many at a time, up to 16, as fit; launches after the first do not overlap with what was before.
+// Any number of rows. Without a norm, the tiles kernel runs more than 16 rows, and more than 8 or 4 rows of a large layer.
+// Otherwise each launch runs as many rows as fit, up to 16; only the first overlaps with the previous kernel.
 template <typename T, int kBits>
 cudaError_t launch_packed_rows(const DecodeLinear& layer, const PackedShape& shape, cudaStream_t stream) {
   DecodeLinear part = layer;

@@ -1,4 +1,4 @@
-// Which kernel takes a layer of packed weights.
+// Chooses the kernel for a layer of packed weights.
 #include "cuda/decode/linear/low_bit/packed_launch.cuh"
 
 namespace fuseopt {

@@ -1,4 +1,4 @@
-// A weight of 8 or 4 bits in the registers of skinny_mma: loaded as it is stored, made into 16-bit values before the wait.
+// An 8-bit or 4-bit weight in the registers of skinny_mma: loaded as stored, converted to 16-bit values before the wait.
 #pragma once
 
 #include "cuda/decode/linear/weight_fragments.cuh"
@@ -10,7 +10,7 @@ template <typename T, bool kGated, int kTiles, int kChunks, int kBits>
 struct PackedPart : WeightPart<T, Layout::kRowMajorNK, kGated, kTiles, kChunks> {
   static_assert(kChunks * kChunk % 64 == 0 && (!kGated || kTiles == 4));
   static constexpr int kLines = kTiles / 2, kUnitChunks = kBits == 4 ? 2 : 1, kUnits = kChunks / kUnitChunks;
-  using Scale = std::conditional_t<kBits == 4, unsigned, float2>;  // of output lane / 4, and of the one 8 further
+  using Scale = std::conditional_t<kBits == 4, unsigned, float2>;  // of outputs lane / 4 and lane / 4 + 8
   static constexpr int kScales = kBits == 4 ? kChunks : 1;
 
   uint4 units[kLines][kUnits];

@@ -1,12 +1,12 @@
 // decode_linear of one row for packed weights of 8 and 4 bits. A block computes a few lines of 16 outputs over the whole K,
-// and requests all of their weight before it waits for the previous kernel. Several blocks fit on a multiprocessor, those
-// of the next kernels too, so memory stays busy while a block waits. Each warp has a part of K: of the weight, which a bulk
-// copy of its own brings, and of the row. So the only barrier of the block is the one before the sums of its warps are
-// added up.
+// and requests all of their weight before it waits for the previous kernel. Several blocks fit on a multiprocessor, including
+// blocks of the next kernels, so memory stays busy while a block waits. Each warp has a part of K: it loads that part of the
+// weight by a separate bulk copy, and that part of the row. So the block has only one barrier, before the sums of its warps
+// are added.
 //
 // A LayerNorm is part of the products, as in gemv_strip.cuh: with xhat = (x - mean) * rstd and g, b its weight and bias,
 //   sum_k w * (xhat * g + b) = rstd * (sum_k w * (x * g) - mean * sum_k w * g) + sum_k w * b.
-// A tensor core product takes eight rows, so x * g (as two numbers), g and b are four of them.
+// A tensor core product has eight rows; x * g (as two numbers), g and b use four of them.
 #pragma once
 
 #include "cuda/common/arrivals.cuh"
@@ -21,9 +21,9 @@ enum class RowNorm { kNone, kRms, kLayer };
 
 template <typename T>
 struct PackedRowLayer : MmaLayer<T> {
-  int strips[MmaLayer<T>::kMaxWeights];  // of each weight
-  int part_blocks;                       // of K, for each warp
-  int stage_blocks, stages;              // of a warp's ring: one stage if it holds all of the part
+  int strips[MmaLayer<T>::kMaxWeights];  // strips of each weight
+  int part_blocks;                       // blocks of K for each warp
+  int stage_blocks, stages;              // a warp's ring: one stage if that holds the whole part
   bool is_gated;
 };
 
@@ -63,14 +63,14 @@ struct PackedRowUnits {
     return *reinterpret_cast<const uint4*>(block + unit * kUnitBytes + threadIdx.x % kWarpSize * kAccessBytes);
   }
 
-  // Of a chunk of a block, if it has any.
+  // The scales of a chunk in a block, if it has any.
   static __device__ const char* scales_of(const PackedShape& shape, const char* block, int chunk) {
     const int of_group = shape.has_zeros ? 2 * kGroupBytes : kGroupBytes;
     return block + kBlockUnits * kUnitBytes + threadIdx.x % kWarpSize / 4 * 4 + (chunk >> shape.group_bits) * of_group;
   }
 };
 
-// x * g, or with `ones` all ones x * g + x, and, unless `low` is null, what rounding took off it.
+// x * g, or x * g + x if `ones` is all ones. Unless `low` is null, it gets the rounding error of the result.
 template <typename T>
 __device__ inline void scale_piece(const uint4& x, const uint4& g, unsigned ones, uint4& high, uint4* low) {
   constexpr unsigned kSigns = 0x80008000u;
@@ -81,8 +81,8 @@ __device__ inline void scale_piece(const uint4& x, const uint4& g, unsigned ones
           fma_pair<T>(x.z, g.z, high.z ^ kSigns), fma_pair<T>(x.w, g.w, high.w ^ kSigns)};
 }
 
-// kLoads: pieces of the row that a lane has, at most. kHeld: blocks of K that each warp has in registers before the wait.
-// kRing: whether a warp's part of the weight passes through a ring, in place of lying in shared memory whole.
+// kLoads: most pieces of the row that a lane loads. kHeld: blocks of K that each warp holds in registers before the wait.
+// kRing: a warp's part of the weight passes through a ring; otherwise shared memory holds the whole part.
 template <typename T, int kBits, int kLines, int kWarps, RowNorm kNorm, int kLoads, int kHeld, bool kRing>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kWarps == 16 || kLines == 4 || kHeld > 0 ? 2 : 3)
     decode_packed_row_kernel(const __grid_constant__ PackedRowLayer<T> layer) {
@@ -115,8 +115,8 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kWarps == 16 || kLines == 4
     const int of_weight = min(first_line + (is_second ? line - kLines / 2 : line), (width - 1) / kLineOutputs);
     return reinterpret_cast<const char*>(layer.weights[is_second ? 1 : index]) + static_cast<int64_t>(of_weight) * shape.line_bytes;
   };
-  int requested = 0;  // blocks of the part
-  const auto request = [&](int stage) {  // by one lane
+  int requested = 0;  // blocks of the part requested so far
+  const auto request = [&](int stage) {  // called by one lane
     const int bytes = min(count - requested, layer.stage_blocks) * shape.block_bytes;
     if (bytes <= 0) return;
     Arrivals& arrival = arrivals[warp][stage];
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kWarps == 16 || kLines == 4
   }
   prefetch_next_weights(layer);
 
-  // Of the output that the thread finishes: what is known before the wait.
+  // What the epilogue of the thread's output can load before the wait.
   constexpr int kFinishing = kPlaces < kWarpSize ? kWarpSize : kPlaces;
   const int outputs = layer.is_gated ? kPlaces / 2 : kPlaces, place = threadIdx.x % kPlaces;
   const int column = first_line * kLineOutputs + place;

@@ -1,12 +1,12 @@
-// How the kernel for one row shares out a layer, and its launch.
+// How the kernel for one row divides a layer among blocks and warps, and its launch.
 #pragma once
 
 #include "cuda/decode/linear/low_bit/packed_row.cuh"
 
 namespace fuseopt {
 
-// How many lines a block has, how many warps share K, and where a warp's part of the weight waits: in shared memory whole,
-// the first of it in registers too (is_held), or in a ring.
+// How many lines a block has, how many warps split K, and where a warp's part of the weight is held: all in shared memory,
+// with its first blocks also in registers (is_held), or in a ring.
 struct PackedRowPlan {
   int lines = 1, warps = 8, stages = 1;
   bool is_held = false;
@@ -33,7 +33,7 @@ struct PackedRowPlan {
     if (has_norm && lines == 2 && columns <= kHeldK) is_held = !is_large && all_strips <= 2 * multiprocessor_count();
     part_blocks = static_cast<int>(ceil_div(shape.blocks, warps));
     stage_blocks = part_blocks;
-    const bool has_kernel = lines == 2 || (warps == 16 && !has_norm);  // with a ring
+    const bool has_kernel = lines == 2 || (warps == 16 && !has_norm);  // a kernel with a ring
     if (is_large && has_kernel) stage_blocks = std::min(ring_blocks, part_blocks);
     if (stage_blocks < part_blocks) stages = kRingStages;
     const int block_k = bits == 4 ? kBlockK<4> : kBlockK<8>;
@@ -43,8 +43,8 @@ struct PackedRowPlan {
   }
 
   // TUNED: GPT-2 XL, Llama-3.2-1B, Llama-3.1-8B and T5-large, int8 and int4, chains of each layer, H200, 2026-11-30
-  // (docs/lab-notes/2026-11-30-one-row-of-packed-weights.md). A smaller layer takes skinny_mma. A larger one of 4 bits takes
-  // the ring kernel, and of 8 bits this one. Bytes are those of a multiprocessor.
+  // (docs/lab-notes/2026-11-30-one-row-of-packed-weights.md). skinny_mma runs smaller layers. The ring kernel runs larger
+  // layers of 4 bits, this kernel those of 8 bits. Bytes are those for each multiprocessor.
   static bool is_faster(const DecodeLinear& layer, const PackedShape& shape, int bits) {
     constexpr int64_t kLeast = 8 * 1024;
     const int64_t share = bytes_of_multiprocessor(layer, shape);
@@ -52,7 +52,7 @@ struct PackedRowPlan {
   }
 
   bool fits() const {
-    constexpr size_t kDeclared = 13 * 1024;  // at most: by the kernel
+    constexpr size_t kDeclared = 13 * 1024;  // most bytes that the kernel declares
     return shared_bytes + kDeclared <= shared_bytes_of_block();
   }
 
@@ -87,7 +87,7 @@ cudaError_t launch_packed_row_as(const DecodeLinear& layer, const PackedShape& s
   return launch_dependent(decode_packed_row_kernel<T, kBits, kLines, kWarps, kNorm, kLoads, kHeld, kRing>, of, grid, layer.pdl, stream);
 }
 
-// Launches the kernel if it is faster than others and there is one for the layer. Norms of float16 would exceed its range.
+// Launches the kernel if it supports the layer and is the fastest. Norms in float16 would overflow.
 template <typename T, int kBits>
 bool launch_packed_row(const DecodeLinear& layer, const PackedShape& shape, cudaStream_t stream, cudaError_t& error) {
   constexpr bool kHasNorms = std::is_same_v<T, __nv_bfloat16>;

@@ -1,5 +1,5 @@
-// How the streaming kernel reads packed weights: each warp has a ring of stages in shared memory, which bulk copies
-// (sm_90 on, one lane starts them) or asynchronous copies of its lanes fill.
+// How the streaming kernel reads packed weights. Each warp has a ring of stages in shared memory. Bulk copies fill it from
+// sm_90 on (one lane starts them), asynchronous copies of all lanes before.
 #pragma once
 
 #include "cuda/common/arrivals.cuh"
@@ -13,16 +13,16 @@ enum class Ring { kAsync, kBulk };
 
 // TUNED: version 3 of the kernel, four models, H200, 2026-11-30: 4 and 2 stages differ by less than 3%.
 constexpr int kPackedWarps = 8, kStageBlocks = 2;
-// TUNED: as above. Of a warp's ring: more, or fewer where two blocks of a multiprocessor are better. Fewer still if they hold all.
+// TUNED: as above. Stages of a warp's ring: many, or few where two blocks a multiprocessor are faster; fewer if they hold all.
 constexpr int kPackedStages = 4, kFewStages = 2;
 
 template <typename T>
 struct PackedLayer : StreamLayer<T> {
   int all_strips;
-  int groups_bits;   // 2 to the power of this: strips that a block computes at a time, each by as many of its warps
-  int part_blocks;   // of K, for each of these warps
-  int part_columns;  // of the rows that each warp loads
-  int stages;        // of each warp's ring
+  int groups_bits;   // log2 of the strips that a block computes at a time, each by an equal share of its warps
+  int part_blocks;   // blocks of K for each of these warps
+  int part_columns;  // columns of the rows that each warp loads
+  int stages;        // stages of each warp's ring
   bool has_norm;
 };
 
@@ -46,8 +46,8 @@ struct PackedStrip {
   }
 };
 
-// A warp's way through the weight: its part of K, of one strip after another. A strip is kUnits lines, one of each weight if
-// gated.
+// The order in which a warp reads the weight: its part of K of one strip after another. A strip has kUnits lines, one of each
+// weight if gated.
 template <typename T, int kBits, int kUnits, bool kBulk>
 class PackedStream {
  public:
@@ -69,11 +69,11 @@ class PackedStream {
     for (int s = 0; s < layer.stages; ++s) fetch(s);
   }
 
-  // Blocks of K of a strip.
+  // Number of blocks of K in a strip.
   __device__ int count() const { return count_; }
   __device__ int first() const { return first_; }
 
-  // Returns the stage that is due, once it is there.
+  // Waits for the next stage and returns it.
   __device__ const char* wait() {
     if constexpr (kBulk) {
       arrivals_[stage_].wait<false>(parity_);
@@ -85,7 +85,7 @@ class PackedStream {
     return ring_ + stage_ * stage_bytes();
   }
 
-  // Fills the stage that is due, and has been read, with a later one.
+  // Requests a later part of the weight into the stage that was just read.
   __device__ void next() {
     __syncwarp();
     fetch(stage_);

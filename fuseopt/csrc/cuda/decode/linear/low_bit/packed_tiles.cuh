@@ -1,7 +1,7 @@
 // decode_linear for packed weights of 8 and 4 bits and more than 8 rows, without a norm. A block computes up to 32 rows of a
-// tile of 128 outputs: each weight is made into 16-bit values once, in the registers of the warp that has its line. Rows pass
-// through shared memory, a block of K at a time, in the order in which lanes multiply them. Two groups of warps take turns
-// with blocks of K, and a cluster splits K; its blocks send each other their sums.
+// tile of 128 outputs. The warp that has a line converts its weights to 16-bit values once, in registers. Rows pass through
+// shared memory, a block of K at a time, in the order in which lanes multiply them. Two groups of warps alternate between
+// blocks of K. The blocks of a cluster split K and send each other their sums.
 #pragma once
 
 #include "cuda/common/block_barrier.cuh"
@@ -19,11 +19,11 @@ constexpr int kFewTileStages = 3, kMostTileStages = 6;
 // A block's tile: kTileLines lines of each warp of a group, and `halves` times 8 rows.
 struct PackedTile {
   static constexpr int kWarps = kPackedTileWarps / kTileGroups, kOutputs = kWarps * kTileLines * kLineOutputs;
-  static constexpr int kStride = kOutputs + 4;  // of rows of sums, so that a warp's are in different banks
+  static constexpr int kStride = kOutputs + 4;  // between rows of sums, so that a warp's are in different banks
   int halves;
 
   __host__ __device__ constexpr int rows() const { return halves * kHalfRows; }
-  // Of a group and a stage: a block of K of all lines, then of all rows.
+  // A stage of a group holds a block of K of all lines, then of all rows.
   __host__ __device__ constexpr int part_bytes(int block_bytes, int chunks) const {
     return kWarps * kTileLines * block_bytes + chunks * halves * kUnitBytes;
   }
@@ -31,13 +31,13 @@ struct PackedTile {
 
 template <typename T>
 struct PackedTileLayer : MmaLayer<T> {
-  int strips[MmaLayer<T>::kMaxWeights];  // of each weight
-  int row_tiles, parts, part_blocks;     // the latter of K, of each block of a cluster
+  int strips[MmaLayer<T>::kMaxWeights];  // strips of each weight
+  int row_tiles, parts, part_blocks;     // part_blocks: blocks of K for each block of a cluster
   int stages;                            // kFewTileStages to kMostTileStages
   bool is_gated;
 };
 
-// Returns once the thread can read the copies of its groups but the last `later`.
+// Waits for the thread's copies, except those of the last `later` commit groups.
 __device__ inline void await_all_but(int later) {
   switch (later) {
     case 1: return await_copy_groups<1>();
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kPackedTileThreads, 2)
   constexpr PackedTile kTile{kHalves};
   constexpr int kChunks = kBlockChunks<kBits>, kGroups = kTileGroups;
   constexpr int kWarps = PackedTile::kWarps, kOutputs = PackedTile::kOutputs, kStride = PackedTile::kStride;
-  // Of the rows, kRowCopiers warps copy each a half of every kChunkStep-th chunk.
+  // Each of kRowCopiers warps copies one half of the rows, every kChunkStep-th chunk.
   constexpr int kRowCopiers = kHalves < kWarps ? kHalves : kWarps;
   constexpr int kChunkStep = kWarps / kRowCopiers, kWarpHalves = kHalves / kRowCopiers;
   const int group = threadIdx.x / kWarpSize / kWarps, warp = threadIdx.x / kWarpSize % kWarps, lane = threadIdx.x % kWarpSize;
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kPackedTileThreads, 2)
   const int blocks = max(min(layer.packed.blocks - part * layer.part_blocks, layer.part_blocks) - group + kGroups - 1, 0) / kGroups;
   const int block_bytes = layer.packed.block_bytes, weight_bytes = kWarps * kTileLines * block_bytes;
   const int part_bytes = kTile.part_bytes(block_bytes, kChunks);
-  // Of a cluster: the rows that this block finishes.
+  // The rows that this block of the cluster finishes.
   const int share = (rows + parts - 1) / parts, own_row = min(part * share, rows), own_rows = min(share, rows - own_row);
 
   // Stages of each group; then, in the same place, sums [kGroups][rows][kStride] and those of other blocks [parts - 1][share]
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kPackedTileThreads, 2)
   char* const ring = rings + group * layer.stages * part_bytes;
 
   let_successor_start();
-  // Lines past the last one are copied from that, and not stored.
+  // Lines past the last one read the last line again, and their results are not stored.
   const int warp_lines = layer.is_gated ? kTileLines / 2 : kTileLines;
   const char* from[kTileLines];
 #pragma unroll
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kPackedTileThreads, 2)
   __syncthreads();  // all warps have read the stages
   if (parts > 1) arrive_relaxed_at_cluster_barrier();
 
-  const int width = layer.is_gated ? kOutputs / 2 : kOutputs;  // a gate's sums, then what it multiplies
+  const int width = layer.is_gated ? kOutputs / 2 : kOutputs;  // gated: the gate's sums, then those that it multiplies
   float *const all_sums = reinterpret_cast<float*>(rings), *const received = all_sums + kGroups * kTile.rows() * kStride;
 #pragma unroll
   for (int l = 0; l < kTileLines; ++l) {

@@ -1,4 +1,4 @@
-// How a packed weight's products with many rows are shared out, and their launches.
+// How a packed weight's products with many rows are divided among blocks, and their launches.
 #pragma once
 
 #include "cuda/decode/linear/dispatch.cuh"
@@ -26,7 +26,7 @@ struct PackedTilePlan {
     const size_t of_stage = kTileGroups * tile.part_bytes(shape.block_bytes, bits == 4 ? kBlockChunks<4> : kBlockChunks<8>);
     const size_t of_sums = sizeof(float) * (kTileGroups * tile.rows() * PackedTile::kStride +
                                             (parts - 1) * ceil_div(tile.rows(), parts) * PackedTile::kOutputs);
-    // As much as leaves room for a block of the next kernel, but not for two: they would crowd where blocks end first.
+    // Leaves space for one block of the next kernel, not for two: they would gather on multiprocessors whose blocks end first.
     constexpr size_t kReserved = 2048;
     const size_t of_all = shared_bytes_of_multiprocessor();
     stages = std::clamp(static_cast<int>((of_all / 2 - kReserved) / of_stage), kFewTileStages, kMostTileStages);
@@ -52,7 +52,7 @@ cudaError_t launch_packed_tiles_as(const DecodeLinear& layer, const PackedShape&
   return launch_dependent(decode_packed_tiles_kernel<T, kBits, kHalves>, of, grid, layer.pdl, stream);
 }
 
-// `layer`: weights are packed ones. Returns cudaErrorNotSupported where the kernel does not take it.
+// `layer`: its weights are packed. Returns cudaErrorNotSupported if the kernel does not support it.
 template <typename T, int kBits>
 cudaError_t launch_packed_tiles(const DecodeLinear& layer, const PackedShape& shape, cudaStream_t stream) {
   const bool suits = layer.norm == kNoNorm && suits_mma<T>(layer, INT32_MAX) && compute_capability_major() >= 8 &&

@@ -1,10 +1,10 @@
-// Weights of 8 and 4 bits in the order in which tensor core products read them, and stored words to exact pairs of 16-bit
-// values. fuseopt/ops/packed_weight.py makes them.
+// Layout of 8-bit and 4-bit weights in the order in which tensor core products read them, and the exact conversion of stored
+// words to pairs of 16-bit values. fuseopt/ops/packed_weight.py makes such weights.
 //
 // A weight [N, K] is stored in lines of 16 outputs, one after the other. A line is a header (8 bits: 16 float32 scales),
-// then blocks of K. A block is two units, then (4 bits) the scales of its groups. A unit is 512 bytes: each lane's 16 bytes
-// are its operands of 16 outputs, lane / 4 and 8 more, and of 64 (4 bits) or 32 (8 bits) values of k. A group's scales are
-// 16 values of T, as pairs (output, output + 8); with zero points, as many follow: the 16-bit words that `unpack` takes.
+// then blocks of K. A block is two units, then (4 bits) the scales of its groups. A unit is 512 bytes, 16 for each lane: the
+// lane's operands for outputs lane / 4 and lane / 4 + 8, and for 64 (4 bits) or 32 (8 bits) values of k. A group's scales are
+// 16 values of T, as pairs (output, output + 8). Zero points follow as 16 words of 16 bits, the `zero` of `unpack`.
 // N is padded to 16 and K to a block, so no access goes past the end.
 #pragma once
 
@@ -15,18 +15,18 @@ namespace fuseopt {
 
 constexpr int kLineOutputs = 16, kUnitBytes = 512, kBlockUnits = 2, kGroupBytes = kLineOutputs * 2;
 template <int kBits>
-constexpr int kBlockChunks = kBits == 4 ? 4 : 2;  // of K, 32 each
+constexpr int kBlockChunks = kBits == 4 ? 4 : 2;  // chunks of a block, 32 values of k each
 template <int kBits>
 constexpr int kBlockK = kBlockChunks<kBits> * 32;
 template <int kBits>
 constexpr int kLineHeader = kBits == 8 ? kLineOutputs * 4 : 0;
 
-// How the blocks of a weight are laid out, beside what kBits says.
+// Properties of a weight's blocks that depend on more than kBits.
 struct PackedShape {
   int line_bytes, block_bytes;
-  int blocks;           // of K
+  int blocks;           // along K
   unsigned group_ends;  // bit c: a group ends with chunk c of a block
-  int group_bits;       // 2 to the power of this: chunks of a group
+  int group_bits;       // log2 of the chunks of a group
   bool has_zeros;
 };
 
@@ -45,7 +45,7 @@ inline PackedShape packed_shape(int64_t in_features, int bits, int64_t group, bo
   return shape;
 }
 
-// Two values that are kMagic, plus an integer that replaces their last bits.
+// Two 16-bit values kMagic + n, whose last bits hold the integer n.
 template <typename T>
 constexpr unsigned kMagic = std::is_same_v<T, __half> ? 0x64006400u : 0x43004300u;
 
@@ -69,9 +69,9 @@ __device__ inline unsigned and_xor(unsigned a) {
   return result;
 }
 
-// `pairs`: the values of a word, exactly, two neighbouring k each. `zero`: kMagic plus the zero point, of 4 bits.
-// 8 bits: bytes are in the order k, k + 2, k + 1, k + 3. bfloat16 has room for 7 bits behind its first one; the eighth, of
-// weight -128, makes 256 of the 128 that is subtracted.
+// Converts a word exactly: each of `pairs` gets two neighbouring values of k. `zero`: kMagic plus the zero point (4 bits).
+// 8 bits: bytes are in the order k, k + 2, k + 1, k + 3. bfloat16's mantissa stores 7 bits; the eighth bit, of weight -128,
+// changes the number that is subtracted from 128 to 256.
 template <typename T, int kBits>
 __device__ inline void unpack(unsigned word, unsigned zero, unsigned* pairs) {
   if constexpr (kBits == 4) {
@@ -93,7 +93,7 @@ __device__ inline void unpack(unsigned word, unsigned zero, unsigned* pairs) {
   }
 }
 
-// A lane's operands of a chunk from its 16 bytes of a unit: of output lane / 4, and of the one 8 further.
+// A lane's operands of a chunk, from its 16 bytes of a unit: for output lane / 4 and for output lane / 4 + 8.
 template <typename T, int kBits>
 __device__ inline void unpack_chunk(const uint4& unit, int chunk, unsigned zero_low, unsigned zero_high, uint4& low,
                                     uint4& high) {
