@@ -13,7 +13,7 @@ from tests.csrc.kernel_resources import KernelResources, kernel_resources
 # Bytes, stores and loads together: a kernel held to few registers, for one more block in flight, may spill some.
 MAX_SPILLED_BYTES = 64
 SOURCES = sorted((toolchain.CSRC / "cuda").rglob("*.cu"))
-HOST_ONLY = {"shared_memory.cu"}
+HOST_ONLY = {"packed_linear.cu", "shared_memory.cu"}
 # Compiled within two seconds each. Of the others quick runs parse all, in test_units.py.
 QUICK = {
     "cross_entropy_grad.cu",
