@@ -280,7 +280,7 @@ PyObject* call_op(PyObject* op, PyObject* given, PyObject* keywords) {
   END_HANDLE_TH_ERRORS
 }
 
-// The offset of a slot in instances of a class; -1 with an exception if there is no slot of that name.
+// Byte offset of the named slot in a class's instances. Returns -1 and sets an exception if the class has no such slot.
 Py_ssize_t offset_of(PyObject* type, const char* name) {
   THPObjectPtr member(PyObject_GetAttrString(type, name));
   if (member && Py_TYPE(member.get()) != &PyMemberDescr_Type) PyErr_Format(PyExc_TypeError, "%s is no slot", name);

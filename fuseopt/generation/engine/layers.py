@@ -290,7 +290,7 @@ def _normalises_before(input: Tensor, layer: Linear, norm: Norm) -> bool:
         return True
     dtype = layer.weights[0].dtype
     if layer.low_bit and (input.dtype is not dtype or norm.weight.dtype is not dtype):
-        return True  # the op rounds to its input's dtype, and its CUDA kernels take parameters of that dtype only
+        return True  # The low-bit op rounds to its input's dtype, and its CUDA kernels require parameters in it.
     if input.is_cpu:
         # For the reason that `normalised` gives.
         return norm.kind == "layer_norm"

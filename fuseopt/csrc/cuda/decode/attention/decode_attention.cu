@@ -310,8 +310,8 @@ cudaError_t launch_as(const DecodeAttention& attention, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
-// Calls `function` with the tags of the query's dtype and the caches' elements, of 8 bits; for what there is no kernel for
-// it returns `otherwise`.
+// Calls `function` with type tags for the query's dtype and for the 8-bit elements of the caches. Returns `otherwise` if no
+// kernel supports them.
 template <typename Function, typename Result>
 Result with_quantized(const DecodeAttention& attention, Function function, Result otherwise) {
   const auto of_query = [&](auto stored) {

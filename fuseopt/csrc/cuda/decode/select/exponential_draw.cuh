@@ -51,7 +51,7 @@ class ExponentialDraw {
     // In (0, 1].
     const float uniform = static_cast<float>(turn & 2 ? high : low) * 0x1p-32f + 0x1p-33f;
     constexpr float kLeast = FLT_EPSILON / 2;
-    // The fast logarithm, as torch has it: near 1 it differs from the exact one by a hundredth of the number and more.
+    // PyTorch uses __logf here. Near 1 its relative error exceeds 1%, so logf would give other numbers than PyTorch.
     return uniform >= 1 - kLeast ? kLeast : -__logf(uniform);
   }
 
