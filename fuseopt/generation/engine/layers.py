@@ -290,7 +290,7 @@ def _normalises_before(input: Tensor, layer: Linear, norm: Norm) -> bool:
         return True
     dtype = layer.weights[0].dtype
     if layer.low_bit and (input.dtype is not dtype or norm.weight.dtype is not dtype):
-        return True  # The low-bit op rounds to its input's dtype, and its CUDA kernels require parameters in it.
+        return True  # Low-bit ops round to the input's dtype, and their CUDA kernels require it.
     if input.is_cpu:
         # For the reason that `normalised` gives.
         return norm.kind == "layer_norm"
