@@ -6,12 +6,12 @@ A source is C++ against torch's stable ABI, with a function that has the op's na
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import hashlib
 import os
 import re
+import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -27,6 +27,7 @@ from fuseopt.build.compiler_messages import build_error
 from fuseopt.errors import NativeBuildError, OpError, shown
 from fuseopt.extend import nvrtc
 from fuseopt.extend.backends import Kernel
+from fuseopt.extend.launches import Plan, launches_by
 from fuseopt.extend.own_library import Missing, library_of
 from fuseopt.extend.signature import check_takes, tensors_of, with_tensors
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["cpu", "cuda"]
 Grid = Callable[..., Any]
-_INVALID_CONTEXT = 201  # of cuLaunchKernel
 _SUFFIX = {"cpu": ".cpp", "cuda": ".cu"}
 
 
@@ -113,7 +113,7 @@ def add(
                 assert grid is not None
                 loader.load_all(["python"])
                 bare = _BareKernel(op, kernel, cubin(source, kernel, _capability()), source.digest(), grid, block)
-                made = Kernel(kind, bare.run())
+                made = Kernel(kind, bare, launches=bare.launches)
             else:
                 overload = _from_library(op, kind, source)
                 made = Kernel(kind, overload._op, raw=overload)
@@ -252,24 +252,42 @@ class _BareKernel:
         self._on_device = on_device
         on_device(torch.cuda.current_device())  # raises now for code that the driver refuses
 
-    def run(self) -> Callable:
-        """The function that runs a call: of csrc/python, or of torch if that library is not built."""
-        library = loader.python_library()
-        if library is None:
-            return self
-        launch = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernel, ctypes.c_void_p).value
-        three = functools.partial(_three, self._op, "grid")
-        handle = functools.cache(lambda index: self._on_device(index).func.value)
-        stream = torch._C._cuda_getCurrentRawStream
-        known: dict[bytes, Any] = {}
-        kernel = (launch, self._block, self._grid, three, self._results, known, handle, stream, _failed)
-        run: Any = functools.partial(library.run_bare, kernel)
-        run.digest = self.digest
-        return run
+    def launches(self, library: Any) -> Any:
+        """Its launches by csrc/python."""
+        return launches_by(library, self._plan)
+
+    def _plan(self, *arguments: Any) -> Plan | None:
+        device, *others = {tensor.device for tensor in tensors_of(arguments)}
+        if others:
+            return None
+        results = self._results(arguments)
+        passed = [place for place, argument in enumerate(arguments) if argument is not None]
+        made = range(len(arguments), len(arguments) + len(results))
+        size = struct.pack("i", results[0][0].numel())
+        return Plan(
+            self._on_device(device.index).func.value,
+            (self._grid, functools.partial(_three, self._op, "grid")),
+            self._block,
+            0,
+            results,
+            [*passed, *made, size],
+            [place for place in passed if isinstance(arguments[place], Tensor)],
+        )
 
     def __call__(self, *arguments: Any) -> Any:
+        """A launch by torch.
+
+        Raises:
+            TypeError: an argument is no tensor and no number.
+            OverflowError: a number that does not fit into an int.
+            ValueError: the tensors are on different devices.
+        """
+        for argument in arguments:
+            _check_passed(argument)
         given = [argument.contiguous() if isinstance(argument, Tensor) else argument for argument in arguments]
-        device = next(tensors_of(given)).device
+        device, *others = {tensor.device for tensor in tensors_of(given)}
+        if others:
+            raise ValueError("the tensors of a bare kernel are on different devices")
         results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._results(arguments)]
         size = results[0].numel()
         if size:
@@ -285,12 +303,11 @@ class _BareKernel:
         return [(r.shape, r.dtype) for r in self._op.fake_results(with_tensors(arguments, meta))]
 
 
-def _failed(status: int, device: int, is_last: bool) -> None:
-    """Raises the error of a launch, unless it is worth a retry: the first one in a thread without a driver context."""
-    if status == _INVALID_CONTEXT and not is_last:
-        torch.cuda.mem_get_info(device)  # makes torch's context current in this thread
-    else:
-        torch.cuda._utils._check_cuda(status)
+def _check_passed(argument: Any) -> None:
+    if isinstance(argument, int) and not -(2**31) <= argument < 2**31:
+        raise OverflowError(f"a bare kernel gets numbers as int, into which {argument} does not fit")
+    if argument is not None and not isinstance(argument, (Tensor, int, float)):
+        raise TypeError(f"a bare kernel takes tensors, ints and floats, not {type(argument).__name__}")
 
 
 def _three(op: Op, what: str, size: Any) -> tuple[int, int, int]:
