@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fuseopt import ops
 from fuseopt.ops import (
     decode_attention,
     decode_attention_,
@@ -259,3 +260,15 @@ def test_the_kernel_rounds_as_pytorch_does(dtype: torch.dtype, stored: torch.dty
         expected, expected_scales = quantize_heads(vectors, stored)
         torch.testing.assert_close(scales[:, :, 1], expected_scales, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(elements[:, :, 1].view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_the_earlier_names_warn() -> None:
+    torch.manual_seed(0)
+    step, places = torch.randn(3, 2, 4, 16), torch.tensor([3, 8])
+    first, second, third = (quantized_caches(*torch.full((2, 2, 4, 9, 16), 0.5), torch.int8) for _ in range(3))
+    with pytest.warns(DeprecationWarning, match="decode_quantized_attention_ is called decode_attention_, which takes"):
+        found = ops.decode_quantized_attention_(*step, *first, places, scale=0.5)
+    assert torch.equal(found, decode_attention_(*step, **of_op(second), positions=places, scale=0.5))
+    with pytest.warns(DeprecationWarning, match="decode_quantized_attention is called decode_attention, which takes"):
+        found = ops.decode_quantized_attention(step[0], **of_op(third), lengths=places)
+    assert torch.equal(found, decode_attention(step[0], **of_op(third), lengths=places))
