@@ -5,7 +5,7 @@ kernels read the weight in place, before the previous kernel has ended, and comp
 The CPU kernels read the weight once for all rows, in the order in which it is stored.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
-from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
-from fuseopt.ops.low_bit import LowBitWeight
+from fuseopt.ops.library import FLOATING, check_shape, compute_dtype, define, without_autocast
+from fuseopt.ops.low_bit import LowBitWeight, check_kind
 from fuseopt.ops.packed_weight import PackedWeight
 from fuseopt.tuning import table_of
 
@@ -146,10 +146,25 @@ def reference_layer(
         return output.to(rounded_to if residual is None else torch.promote_types(rounded_to, residual.dtype))
 
 
-def as_list(tensors: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
+def _one_or_several(argument: Any) -> list[Any]:
+    """`argument` as a list. A quantised weight is a named tuple, and one."""
+    is_one = isinstance(argument, Tensor) or hasattr(argument, "_fields") or not isinstance(argument, Iterable)
+    return [argument] if is_one else list(argument)
+
+
+def as_list(name: str, tensors: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
+    """The argument `name`, one tensor or several, as a list; an empty one for None.
+
+    Raises:
+        TypeError: something else than a tensor.
+    """
     if tensors is None:
         return []
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    listed = _one_or_several(tensors)
+    for each in listed:
+        if not isinstance(each, Tensor):
+            raise TypeError(f"{name} must be a tensor or a list of tensors, not {type(each).__name__}")
+    return listed
 
 
 def quantised_list(weight: Any, kind: type[_Quantised], made_by: str) -> list[_Quantised]:
@@ -158,12 +173,22 @@ def quantised_list(weight: Any, kind: type[_Quantised], made_by: str) -> list[_Q
     Raises:
         TypeError: something else than `kind`, which `made_by` makes, is among them.
     """
-    # Both kinds are named tuples.
-    weights = list(weight) if isinstance(weight, (list, tuple)) and not hasattr(weight, "_fields") else [weight]
+    weights = _one_or_several(weight)
     for each in weights:
-        if not isinstance(each, kind):
-            raise TypeError(f"weight must be a {kind.__name__}, as {made_by} makes it, not {type(each).__name__}")
+        check_kind(each, kind, made_by)
     return weights
+
+
+def check_input(input: Tensor, weights: Sequence[LowBitWeight | PackedWeight] = ()) -> None:
+    """Raises a TypeError or ValueError if `input` cannot be multiplied with quantised weights."""
+    if not isinstance(input, Tensor) or input.dtype not in FLOATING or input.dim() == 0:
+        kind = f"{input.dtype} of shape {tuple(input.shape)}" if isinstance(input, Tensor) else type(input).__name__
+        raise TypeError(f"input must be a float32, float16, bfloat16 or float64 tensor [..., K], not {kind}")
+    for weight in weights:
+        if weight.tensors[0].device != input.device:
+            raise ValueError(
+                f"input is on {input.device}, a quantised weight on {weight.tensors[0].device}; move one of them"
+            )
 
 
 def check_layer(
@@ -270,7 +295,7 @@ def decode_linear_reference(
     prefetch: Sequence[Tensor] = (),
 ) -> Tensor:
     """`decode_linear` in plain PyTorch, for any number of rows."""
-    weights, biases = as_list(weight), as_list(bias)
+    weights, biases = as_list("weight", weight), as_list("bias", bias)
     check_layer(input, weights, biases, residual, norm, norm_weight, norm_bias, activation, gated)
     return reference_layer(
         input, weights, biases, residual, norm or "", norm_weight, norm_bias, eps, activation or "", gated
@@ -331,7 +356,7 @@ def decode_linear(
         ValueError: shapes or options that do not fit together.
         BackendError: the backend named cannot run here; the message says why.
     """
-    weights, biases = as_list(weight), as_list(bias)
+    weights, biases = as_list("weight", weight), as_list("bias", bias)
     check_layer(input, weights, biases, residual, norm, norm_weight, norm_bias, activation, gated)
     rows = input.shape[:-1].numel()
     if rows > MAX_ROWS:

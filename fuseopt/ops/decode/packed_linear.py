@@ -8,11 +8,11 @@ from torch import Tensor
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
-from fuseopt.ops.decode.linear import FEW_ROWS, as_list, check_layer, quantised_list, reference_layer
+from fuseopt.ops.decode.linear import FEW_ROWS, as_list, check_input, check_layer, quantised_list, reference_layer
 from fuseopt.ops.decode.low_bit_samples import low_bit_samples
-from fuseopt.ops.library import check_shape, define
+from fuseopt.ops.library import define
 from fuseopt.ops.low_bit import MAX_ROWS, dequantize
-from fuseopt.ops.packed_weight import DTYPES, PackedWeight, data_shape, not_packed_reason, pack_for_cuda, unpacked
+from fuseopt.ops.packed_weight import DTYPES, PackedWeight, check_packed, not_packed_reason, pack_for_cuda, unpacked
 
 MOST_NORMALISED_ROWS = 8
 """With more rows a separate op computes the norm faster: the kernels for many rows have no norm."""
@@ -57,12 +57,11 @@ RAW = define(
 
 
 def _check(input: Tensor, weights: Sequence[PackedWeight]) -> None:
+    for weight in weights:
+        check_packed(weight)
+    check_input(input, weights)
     if len({weight[3:] for weight in weights}) > 1:
         raise ValueError("weights must have the same bits, groups, zero points or none, and dtype")
-    for weight in weights:
-        if weight.data.dtype is not torch.uint8 or weight.data.dim() != 2:
-            raise TypeError("data of a PackedWeight must be uint8 [lines, bytes], as pack_for_cuda makes it")
-        check_shape("data", weight.data, data_shape(weight))
 
 
 def decode_packed_linear(
@@ -103,7 +102,7 @@ def decode_packed_linear(
         TypeError: another weight or data than `pack_for_cuda` makes.
         BackendError: the backend named cannot run here; the message says why.
     """
-    weights, biases = quantised_list(weight, PackedWeight, "pack_for_cuda"), as_list(bias)
+    weights, biases = quantised_list(weight, PackedWeight, "pack_for_cuda"), as_list("bias", bias)
     _check(input, weights)
     check_layer(input, weights, biases, residual, norm, norm_weight, norm_bias, activation, gated)
     parameters = (*biases, norm_weight, norm_bias)
