@@ -1,13 +1,13 @@
 """Weights in 8 or 4 bits in the order in which the CUDA kernels read them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fuseopt.ops.library import check_shape
+from fuseopt.ops.library import FLOATING, check_shape
 from fuseopt.ops.low_bit import GROUPS, LowBitWeight, check_kind, check_low_bit
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -114,6 +114,18 @@ def check_packed(weight: PackedWeight) -> None:
     if not isinstance(data, Tensor) or data.dtype is not torch.uint8 or data.dim() != 2:
         raise TypeError("data of a PackedWeight must be uint8 [lines, bytes], as pack_for_cuda makes it")
     check_shape("data", data, data_shape(weight))
+
+
+def check_input(input: Tensor, weights: Sequence[LowBitWeight | PackedWeight] = ()) -> None:
+    """Raises a TypeError or ValueError if `input` cannot be multiplied with quantised weights."""
+    if not isinstance(input, Tensor) or input.dtype not in FLOATING or input.dim() == 0:
+        kind = f"{input.dtype} of shape {tuple(input.shape)}" if isinstance(input, Tensor) else type(input).__name__
+        raise TypeError(f"input must be a float32, float16, bfloat16 or float64 tensor [..., K], not {kind}")
+    for weight in weights:
+        if weight.tensors[0].device != input.device:
+            raise ValueError(
+                f"input is on {input.device}, a quantised weight on {weight.tensors[0].device}; move one of them"
+            )
 
 
 def data_shape(weight: PackedWeight) -> torch.Size:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fuseopt.ops import registry
 from fuseopt.ops.decode.edit_logits import OPTIONAL_EDITS, LogitsEdits, check_edits, for_kernel
-from fuseopt.ops.decode.linear import FEW_ROWS, check_layer, decode_linear
+from fuseopt.ops.decode.linear import FEW_ROWS, LayerOptions, check_layer, decode_linear
 from fuseopt.ops.decode.linear_partials import SPLIT_K, accepts_partials, check_partials, summed
 from fuseopt.ops.decode.select import check_state, decode_select_
 from fuseopt.ops.library import define
@@ -100,7 +100,7 @@ def decode_head_select_(
         raise ValueError(
             f"input must be [rows, K] and weight [V, K] with V > 0, not {tuple(input.shape)} and {tuple(weight.shape)}"
         )
-    check_layer(input, [weight], [], None, norm, norm_weight, norm_bias, None, False)
+    check_layer(input, [weight], options=LayerOptions(None, norm or "", norm_weight, norm_bias))
     check_state(len(input), tokens, ids, length, unfinished, going, pad)
     if edits is not None:
         check_edits(edits, len(input), len(weight))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
-from fuseopt.ops.decode.linear import check_layer, decode_linear
+from fuseopt.ops.decode.linear import LayerOptions, check_layer, decode_linear
 from fuseopt.ops.library import check_shape, compute_dtype, define
 
 SPLIT_K = 2
@@ -125,7 +125,7 @@ def decode_linear_partials(
         ValueError: shapes that do not fit together.
         BackendError: the backend named cannot run here; the message says why.
     """
-    check_layer(input, [weight], [] if bias is None else [bias], None, None, None, None, None, False)
+    check_layer(input, [weight], [] if bias is None else [bias])
     dtypes = (input.dtype, weight.dtype)
     chosen = registry.pick_without_gradient("decode_linear_partials", backend, dtypes, input, weight, bias)
     if chosen != "reference" and emits_partials(input, weight, bias):
@@ -193,15 +193,16 @@ def decode_linear_of_sum(
         TypeError: split_k_partials of another dtype.
         BackendError: the backend named cannot run here; the message says why.
     """
-    check_layer(input, [weight], [] if bias is None else [bias], None, norm, norm_weight, norm_bias, None, False)
+    options = LayerOptions(None, norm or "", norm_weight, norm_bias)
+    check_layer(input, [weight], [] if bias is None else [bias], options)
     check_partials(input, split_k_partials, norm)
     dtypes, parameters = (input.dtype, weight.dtype), (weight, bias, norm_weight, norm_bias)
     tensors = input, split_k_partials, *parameters
     chosen = registry.pick_without_gradient("decode_linear_of_sum", backend, dtypes, *tensors)
     of_norm: dict[str, Any] = {"norm": norm, "norm_weight": norm_weight, "norm_bias": norm_bias}
     if chosen != "reference" and accepts_partials(input, weight, bias, **of_norm):
-        options = norm, norm_weight, norm_bias, eps, pdl, list(prefetch)
-        return RAW_OF_SUM[chosen](input, split_k_partials, weight, bias, *options)
+        others = norm, norm_weight, norm_bias, eps, pdl, list(prefetch)
+        return RAW_OF_SUM[chosen](input, split_k_partials, weight, bias, *others)
     sum = summed(input, split_k_partials)
     each = "reference" if chosen == "reference" else backend
     output = decode_linear(sum, weight, bias, **of_norm, eps=eps, backend=each)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fuseopt.ops import registry
-from fuseopt.ops.decode.attention import check_update, decode_attention_
-from fuseopt.ops.decode.linear import NORMS, check_layer, decode_linear
+from fuseopt.ops.decode.attention import decode_attention_
+from fuseopt.ops.decode.attention_checks import check, check_update
+from fuseopt.ops.decode.linear import NORMS, LayerOptions, check_layer, decode_linear
 from fuseopt.ops.decode.linear_partials import is_at_an_address
 from fuseopt.ops.library import check_shape, define
 from fuseopt.tuning import tuned
@@ -141,14 +142,16 @@ def decode_qkv_attention_(
     if norm not in NORMS:
         raise ValueError(f"norm must be {', '.join(map(repr, NORMS))}, not {norm!r}")
     biases = [] if bias is None else [bias]
-    check_layer(input, [weight], biases, None, norm, norm_weight, norm_bias, None, False)
+    check_layer(input, [weight], biases, LayerOptions(None, norm, norm_weight, norm_bias))
     heads, head_dim = key_cache.shape[1], key_cache.shape[3]
     check_shape("weight", weight, torch.Size((3 * heads * head_dim, input.shape[1])))
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if cache.dtype != weight.dtype:
             raise ValueError(f"{name} must have weight's dtype {weight.dtype}, not {cache.dtype}")
     vector = weight.new_empty(input.shape[0], heads, head_dim, device="meta")
-    check_update(vector, vector, vector, key_cache, value_cache, positions, mask)
+    checked = key_cache, value_cache, None, None
+    check(vector, checked, positions, mask=mask)
+    check_update(vector, vector, vector, checked)
     parameters = (input, weight, bias, key_cache, value_cache, norm_weight, norm_bias)
     chosen = registry.pick_without_gradient("decode_qkv_attention_", backend, (input.dtype,), *parameters)
     layer, caches = (input, weight, bias), (key_cache, value_cache)
