@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from fuseopt.config import LowBitOptions
 from fuseopt.generation.engine.device_constants import version_of
@@ -20,7 +19,7 @@ from fuseopt.ops.backends import assumed_gpu
 from fuseopt.ops.decode.packed_linear import LEAST_TRANSPOSED
 from fuseopt.ops.low_bit import LowBitWeight, dequantize, not_quantised_reason, quantize
 from fuseopt.ops.packed_weight import PackedWeight, not_packed_reason, pack_for_cuda, unpacked
-from fuseopt.runtime.announcements import announce, is_bar_disabled
+from fuseopt.runtime.announcements import announce, bar
 from fuseopt.runtime.written_values import ReadSamples, Samples
 
 Stored = LowBitWeight | PackedWeight
@@ -217,8 +216,7 @@ class LowBitWeights:
         options, choice = self.options, self._choice
         made: dict[Hashable, Stored] = {}
         begin, before, sizes = time.perf_counter(), self._made, {}
-        bar = tqdm(choice.layers, "fuseopt quantises", unit="layer", leave=False, delay=1, disable=is_bar_disabled())
-        for layer in bar:
+        for layer in bar("fuseopt quantises", iterable=choice.layers, unit="layer", delay=1):
             assert options is not None
             low_bit = []
             for index, weight in enumerate(layer.weights):
