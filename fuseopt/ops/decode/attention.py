@@ -8,7 +8,7 @@ At long contexts, reading the cache limits attention, so a cache may be stored w
 """
 
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -90,11 +90,6 @@ def attend_reference(
         probabilities = torch.where(attended.any(-1, keepdim=True), probabilities, 0.0)
         values = value_cache.to(dtype).unsqueeze(2).masked_fill(~attended.mT, 0.0)
         return (probabilities @ values).transpose(1, 2).reshape(rows, heads * head_dim).to(query.dtype)
-
-
-def decode_attention_reference(*tensors: Tensor, **options: Any) -> Tensor:
-    """`decode_attention` in plain PyTorch."""
-    return decode_attention(*tensors, **options, backend="reference")
 
 
 def decode_attention(
@@ -273,6 +268,9 @@ def gathered(caches: tuple[Tensor, Tensor], ancestry: Tensor, places: Tensor) ->
     sources = torch.where(slots < places.unsqueeze(1), ancestry.long(), rows)
     keys, values = (cache[sources, :, slots].transpose(1, 2) for cache in caches)
     return keys, values
+
+
+decode_attention_reference = partial(decode_attention, backend="reference")
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

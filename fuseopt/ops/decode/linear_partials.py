@@ -6,6 +6,7 @@ cluster does not start before the previous kernel has ended.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,18 +31,7 @@ RAW_PARTIALS = define(
 )
 
 
-def _fake_of_sum(
-    input: Tensor,
-    split_k_partials: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: str,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    pdl: bool,
-    prefetch: Sequence[Tensor],
-) -> tuple[Tensor, Tensor]:
+def _fake_of_sum(input: Tensor, split_k_partials: Tensor, weight: Tensor, *further: object) -> tuple[Tensor, Tensor]:
     output = input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=weight.dtype)
     return output, input.new_empty(input.shape)
 
@@ -94,11 +84,6 @@ def first_share(columns: int) -> int:
     return -(-columns // (SPLIT_K * _OF_WARP)) * _OF_WARP
 
 
-def decode_linear_partials_reference(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`decode_linear_partials` in plain PyTorch, for any number of rows."""
-    return decode_linear_partials(input, weight, bias, backend="reference")
-
-
 def decode_linear_partials(
     input: Tensor,
     weight: Tensor,
@@ -137,13 +122,6 @@ def decode_linear_partials(
     if weight.shape[1] > share:
         split_k_partials[1] = decode_linear(input[..., share:], weight[:, share:], residual=none, backend=each)
     return torch.stack(split_k_partials)
-
-
-def decode_linear_of_sum_reference(
-    input: Tensor, split_k_partials: Tensor, weight: Tensor, bias: Tensor | None = None, **norm: Any
-) -> tuple[Tensor, Tensor]:
-    """`decode_linear_of_sum` in plain PyTorch, for any number of rows."""
-    return decode_linear_of_sum(input, split_k_partials, weight, bias, **norm, backend="reference")
 
 
 def summed(input: Tensor, split_k_partials: Tensor) -> Tensor:
@@ -209,6 +187,9 @@ def decode_linear_of_sum(
     return output, sum
 
 
+decode_linear_partials_reference = partial(decode_linear_partials, backend="reference")
+
+
 def _partials_samples(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
     def make(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
@@ -245,7 +226,7 @@ registry.register(
         name="decode_linear_of_sum",
         raw=("decode_linear_of_sum", "accepts_partials"),
         function=decode_linear_of_sum,
-        reference=decode_linear_of_sum_reference,
+        reference=partial(decode_linear_of_sum, backend="reference"),
         sample_inputs=_of_sum_samples,
         backends=(registry.CUDA, registry.REFERENCE),
     )

@@ -5,6 +5,7 @@ multiprocessors that computed them, and each layer has one kernel boundary less 
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,21 +20,7 @@ from fuseopt.ops.library import check_shape, define
 from fuseopt.tuning import tuned
 
 
-def _fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    positions: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    norm: str,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    pdl: bool,
-) -> Tensor:
+def _fake(input: Tensor, weight: Tensor, *further: object) -> Tensor:
     return weight.new_empty((input.shape[0], weight.shape[0] // 3))
 
 
@@ -74,20 +61,6 @@ def is_fast(input: Tensor, weight: Tensor, bias: Tensor | None, *caches: Tensor,
     """True if that kernel, which must exist, takes these tensors and is faster than two kernels, as for a long K."""
     least = tuned("qkv_attention_min_columns", input.device)
     return input.shape[-1] >= least and takes_qkv_attention(input, weight, bias, *caches, **norm)
-
-
-def decode_qkv_attention_reference(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    positions: Tensor,
-    **options: Any,
-) -> Tensor:
-    """`decode_qkv_attention_` in plain PyTorch, for any number of rows."""
-    arguments = (input, weight, bias, key_cache, value_cache, positions)
-    return decode_qkv_attention_(*arguments, **options, backend="reference")
 
 
 def decode_qkv_attention_(
@@ -187,7 +160,7 @@ registry.register(
         name="decode_qkv_attention_",
         raw=("decode_qkv_attention_", "takes_qkv_attention"),
         function=decode_qkv_attention_,
-        reference=decode_qkv_attention_reference,
+        reference=partial(decode_qkv_attention_, backend="reference"),
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.REFERENCE),
         in_place=True,
