@@ -296,12 +296,13 @@ class References:
             line = f"logits with weights in {found.weights}: {run.not_compared}"
             return replace(found, not_run=(*found.not_run, line))
         with verify_runs.evaluating(model):
-            dequantised = _Reference(model, self._prompt, functools.partial(verify_low_bit.dequantised_logits, run))
+            dequantised = _Reference(model, run.prompt, functools.partial(verify_low_bit.dequantised_logits, run))
             (steps,) = dequantised.against({verify_low_bit.STEP_LOGITS: run.logits})
-            expected = verify_low_bit.forced_logits(model, self._prompt, run.tokens)
+            expected = verify_low_bit.forced_logits(model, run.prompt, run.tokens)
         drift = verify_low_bit.Drift.between(expected, run.logits)
         return replace(
-            found, low_bit=verify_low_bit.LowBitVerification(steps, verify_low_bit.rounding_error(run), drift)
+            found,
+            low_bit=verify_low_bit.LowBitVerification(steps, verify_low_bit.rounding_error(run), drift, run.shortened),
         )
 
 

@@ -50,7 +50,7 @@ def define(schema: str, fake: Callable, *, triton: str | None = None) -> dict[st
 
     Args:
         schema: `name(arguments) -> results`, as in `native_functions.yaml`. Results are new and contiguous.
-        fake: the op on tensors without data; its signature is the schema's.
+        fake: the op on tensors without data, called with all arguments by position.
         triton: name of a module, imported on the first call, whose function `name` has the schema's signature. It
             becomes the overload `.triton`.
     """
@@ -70,6 +70,10 @@ def define(schema: str, fake: Callable, *, triton: str | None = None) -> dict[st
         if overload._schema.is_mutable:
             LIBRARY.impl(overload, _counting_versions_up(overload), "ADInplaceOrView", with_keyset=True)
     return overloads
+
+
+def no_result(*arguments: object) -> None:
+    """The fake of a raw op that only writes to its arguments."""
 
 
 def _tensors_of(op: OpOverload) -> list[tuple[int, str]]:

@@ -188,7 +188,7 @@ class CheckedStep:
             self.graphs.record(reading, (), "a read of the weights")
         reading()
         versions = [parameter._version for parameter in found.parameters]
-        return (*versions, *found.lora.versions(), reading.values())
+        return (*versions, *found.lora.versions(), reading.state.values())
 
     def use_encoder(self, *, check_now: bool) -> str | None:
         """Prepares `encoder` for this call.
