@@ -25,6 +25,10 @@ def quantised(model: nn.Module, bits: int) -> nn.Module | str:
     """
     if importlib.util.find_spec("torchao") is None:
         return NOT_INSTALLED
+    taken = functools.partial(_is_taken, bits)
+    if not any(taken(module, path) for path, module in model.named_modules()):
+        inputs = f" with inputs in whole groups of {GROUP}" if bits == 4 else ""
+        return f"torchao quantises no layer: none is a torch.nn.Linear{inputs}"
     library = importlib.import_module("torchao.quantization")
     twin = parameter_sharing_copy(model)
     try:
@@ -34,7 +38,7 @@ def quantised(model: nn.Module, bits: int) -> nn.Module | str:
             on_gpu = next(model.parameters()).is_cuda
             packing = {"int4_packing_format": "tile_packed_to_4d"} if on_gpu else {}
             config = library.Int4WeightOnlyConfig(group_size=GROUP, **packing)
-        library.quantize_(twin, config, filter_fn=functools.partial(_is_taken, bits))
+        library.quantize_(twin, config, filter_fn=taken)
     except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         return f"torchao cannot quantise the model: {str(error).splitlines()[0]}"
     return twin

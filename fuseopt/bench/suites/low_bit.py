@@ -34,7 +34,10 @@ CONFIGS: Mapping[str, FusionConfig] = {
 }
 TORCHAO = {f"torchao int{bits} weights": bits for bits in (8, 4)}
 CPU_ROWS = (Row("gpt2", 1, prompt=32, new=32), Row("t5-base", 1, prompt=32, new=32))
-GPU_ROWS = (Row("llama-3.2-1b", 1), Row("gpt2-xl", 1), Row("t5-large", 1))
+GPU_ROWS = (
+    *(Row(model, 1) for model in ("llama-3.2-1b", "gpt2-xl", "t5-large")),
+    *(Row("llama-3.1-8b", batch) for batch in (1, 64)),
+)
 CHECKPOINT_SIZES: Mapping[str, Any] = {"batch": 1, "prompt": 32, "new": 32}
 TEXTS = ("held-out.txt", "prompts.txt")
 """Files beside the checkpoints: one on which no checkpoint was trained, and one on which some were."""
@@ -62,8 +65,8 @@ def run(
         rows: `GPU_ROWS` or `CPU_ROWS` and the checkpoints by default.
         dtype: of rows that name none; bfloat16 by default, float32 on a CPU.
         configs: `CONFIGS` by default.
-        compile: also time stock and torchao's weights with transformers' static cache and torch.compile, which is the
-            default on a GPU.
+        compile: time torchao's weights with transformers' static cache and torch.compile instead of eagerly, and stock
+            in both ways; the default on a GPU.
         compile_seconds: a call of torch.compile that takes longer than this is not timed.
         checkpoints: a folder of checkpoint folders and `TEXTS`; by default examples/checkpoints, here or in the clone.
 
@@ -163,8 +166,13 @@ class _Times:
         work = row.work(device, row.new)
         calls: dict[str, Call | str] = {}
         for name, model in self.ways.models.items():
-            calls[name] = model if isinstance(model, str) else functools.partial(work, model)
-            if self.compile_seconds is not None and name in (STOCK, *TORCHAO) and isinstance(model, nn.Module):
+            if isinstance(model, str):
+                calls[name] = model
+                continue
+            is_compiled = self.compile_seconds is not None and name in (STOCK, *TORCHAO)
+            if name == STOCK or not is_compiled:
+                calls[name] = functools.partial(work, model)
+            if is_compiled:
                 static = limited(row.work(device, row.new, static_cache=True), self.compile_seconds)
                 compiled = STATIC if name == STOCK else f"{name}, {STATIC}"
                 calls[compiled] = functools.partial(static, parameter_sharing_copy(model))

@@ -79,6 +79,13 @@ def test_a_model_is_timed_in_each_way(torchao, monkeypatch):
     assert missing.note == "torchao cannot quantise the model: Requires mslk >= 1.0.0" and not missing.failed
 
 
+def test_a_model_without_layers_for_torchao_is_said(torchao):
+    model = Row("gpt2-tiny", 1).random_model(CPU, torch.float32)
+    reason = "torchao quantises no layer: none is a torch.nn.Linear with inputs in whole groups of 128"
+    assert torchao_weights.quantised(model, 4) == reason and not torchao
+    assert isinstance(torchao_weights.quantised(model, 8), nn.Module) and list(torchao) == ["lm_head"]
+
+
 def test_a_checkpoint_predicts_texts(monkeypatch):
     monkeypatch.setattr(torchao_weights.importlib.util, "find_spec", lambda name: None)
     folder = default_checkpoints() / "llama-kjv"
@@ -172,4 +179,5 @@ def test_a_static_cache_is_compiled(torchao, monkeypatch):
     monkeypatch.setattr(generate_rows, "_CPU_COMPILER", lambda graph, inputs: compiled.append(graph) or graph)
     results = low_bit.run(device=CPU, rows=[Row("gpt2-tiny", 1, **SIZES)], configs={}, compile=True)
     assert compiled and of(results, low_bit.STATIC).difference == "tokens equal"
-    assert of(results, f"torchao int8 weights, {low_bit.STATIC}").milliseconds
+    timed = [row.variant for row in results.rows if row.milliseconds]
+    assert timed == ["stock", low_bit.STATIC, f"torchao int8 weights, {low_bit.STATIC}"]
