@@ -16,6 +16,9 @@ from fuseopt.bench.harness.generate_rows import Row
 from fuseopt.bench.suites import low_bit
 from fuseopt.bench.suites.demo import default_checkpoints
 from fuseopt.cli import main
+from fuseopt.generation.engine.layers import Linear
+from fuseopt.generation.engine.low_bit import LowBitChoice, LowBitWeights
+from fuseopt.ops import quantize
 
 CPU = torch.device("cpu")
 SIZES = {"prompt": 5, "new": 3}
@@ -155,6 +158,26 @@ def test_weights_that_are_not_quantised_are_said(monkeypatch):
     results = low_bit.run(device=CPU, rows=[Row("gpt2-tiny", 1, **SIZES)], configs={**nothing, **limited})
     assert of(results, "nothing").note == "no weights were quantised"
     assert of(results, "limited").note.startswith("transformers decoded: ")
+
+
+def test_rows_that_read_unquantised_weights_are_said(monkeypatch):
+    """As on a GPU, where products of many rows read the Parameters."""
+    monkeypatch.setattr(low_bit, "TORCHAO", {})
+    monkeypatch.setattr(LowBitWeights, "most_rows", 3)
+    rows = [Row("gpt2-tiny", batch, **SIZES) for batch in (3, 4)]
+    few, many = (row for row in low_bit.run(device=CPU, rows=rows, configs=INT8).rows if row.variant != "stock")
+    assert few.note is None and many.note == "some products of more than 3 rows read unquantised weights"
+
+
+def test_products_of_more_rows_than_quantised_weights_take_save_nothing():
+    weight = quantize(torch.randn(32, 64), bits=8)
+    layers = [Linear((torch.randn(32, 64),), low_bit=(weight,), has_unquantised=has) for has in (True, False)]
+    for layer in layers:
+        vars(layer)["most_low_bit_rows"] = 3
+    weights = LowBitWeights(None)
+    weights._choice = LowBitChoice(layers, (), {})
+    saved = 32 * 64 * 4 - weight.nbytes
+    assert [weights.saved_bytes(rows) for rows in (3, 4)] == [2 * saved, saved]
 
 
 def test_the_command_line_makes_the_rows(monkeypatch, capsys, tmp_path):
