@@ -7,12 +7,19 @@ import importlib
 import importlib.util
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
-from fuseopt.bench.harness.workloads import parameter_sharing_copy
+from fuseopt.bench.harness.workloads import Work, parameter_sharing_copy
 
 GROUP = 128
 NOT_INSTALLED = "torchao is not installed"
+# torchao's configs set these for the whole process by default, so for the compiled stock model too.
+_INDUCTOR_OPTIONS = {
+    "coordinate_descent_tuning": True,
+    "coordinate_descent_check_all_directions": True,
+    "force_fuse_int_mm_with_mul": True,
+}
 
 
 def quantised(model: nn.Module, bits: int) -> nn.Module | str:
@@ -33,15 +40,25 @@ def quantised(model: nn.Module, bits: int) -> nn.Module | str:
     twin = parameter_sharing_copy(model)
     try:
         if bits == 8:
-            config = library.Int8WeightOnlyConfig()
+            config = library.Int8WeightOnlyConfig(set_inductor_config=False)
         else:
             on_gpu = next(model.parameters()).is_cuda
             packing = {"int4_packing_format": "tile_packed_to_4d"} if on_gpu else {}
-            config = library.Int4WeightOnlyConfig(group_size=GROUP, **packing)
+            config = library.Int4WeightOnlyConfig(group_size=GROUP, set_inductor_config=False, **packing)
         library.quantize_(twin, config, filter_fn=taken)
-    except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return f"torchao cannot quantise the model: {str(error).splitlines()[0]}"
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return f"torchao cannot quantise the model: {str(error or type(error).__name__).splitlines()[0]}"
     return twin
+
+
+def with_inductor_options(work: Work) -> Work:
+    """`work` by a model under torch.compile, with the options of Inductor that torchao recommends."""
+
+    def tuned_work(model: nn.Module) -> Tensor:
+        with torch._inductor.config.patch(_INDUCTOR_OPTIONS):
+            return work(model)
+
+    return tuned_work
 
 
 def _is_taken(bits: int, module: nn.Module, path: str) -> bool:

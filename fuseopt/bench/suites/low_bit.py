@@ -174,8 +174,11 @@ class _Times:
                 calls[name] = functools.partial(work, model)
             if seconds is not None:
                 static = limited(row.work(device, row.new, static_cache=True), seconds)
-                compiled = STATIC if name == STOCK else f"{name}, {STATIC}"
-                calls[compiled] = functools.partial(static, parameter_sharing_copy(model))
+                twin = parameter_sharing_copy(model)
+                if name == STOCK:
+                    calls[STATIC] = functools.partial(static, twin)
+                else:
+                    calls[f"{name}, {STATIC}"] = functools.partial(torchao_weights.with_inductor_options(static), twin)
         return calls
 
     def records(self, bandwidth: float) -> Iterator[Record]:

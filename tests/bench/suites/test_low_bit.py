@@ -40,8 +40,8 @@ def torchao(monkeypatch):
 
     library = types.ModuleType("torchao.quantization")
     library.quantize_ = quantize_
-    library.Int8WeightOnlyConfig = lambda: "int8"
-    library.Int4WeightOnlyConfig = lambda group_size: "unsupported"
+    library.Int8WeightOnlyConfig = lambda set_inductor_config: "int8"
+    library.Int4WeightOnlyConfig = lambda group_size, set_inductor_config: "unsupported"
     package = types.ModuleType("torchao")
     package.__spec__ = object()
     monkeypatch.setitem(sys.modules, "torchao", package)
@@ -199,8 +199,13 @@ def test_a_static_cache_is_compiled(torchao, monkeypatch):
     from fuseopt.bench.harness import generate_rows
 
     compiled = []
-    monkeypatch.setattr(generate_rows, "_CPU_COMPILER", lambda graph, inputs: compiled.append(graph) or graph)
+
+    def compiler(graph, inputs):
+        compiled.append(torch._inductor.config.coordinate_descent_tuning)
+        return graph
+
+    monkeypatch.setattr(generate_rows, "_CPU_COMPILER", compiler)
     results = low_bit.run(device=CPU, rows=[Row("gpt2-tiny", 1, **SIZES)], configs={}, compile=True)
-    assert compiled and of(results, low_bit.STATIC).difference == "tokens equal"
+    assert compiled == [False, True] and of(results, low_bit.STATIC).difference == "tokens equal"
     timed = [row.variant for row in results.rows if row.milliseconds]
     assert timed == ["stock", low_bit.STATIC, f"torchao int8 weights, {low_bit.STATIC}"]
