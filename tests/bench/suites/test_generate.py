@@ -1,5 +1,6 @@
 """bench generate: each row as a first token and as all of them, stock beside fuseopt and the static cache."""
 
+import contextlib
 import functools
 import json
 import subprocess
@@ -16,7 +17,7 @@ from fuseopt.bench.suites import first_call, generate
 from fuseopt.bench.suites.first_call import FirstCall
 from fuseopt.bench.suites.generate import CONFIGS, STATIC, Row
 from fuseopt.cli import main
-from fuseopt.errors import ConfigError
+from fuseopt.errors import CompileError, ConfigError
 from fuseopt.generation.generate import FusedGenerate
 from fuseopt.models import COMMON, GPT2, T5
 from fuseopt.modules.base import full_name
@@ -128,6 +129,16 @@ def test_a_static_cache_that_compiles_too_long_is_a_row_that_says_so(monkeypatch
     assert [record.note for record in results.rows] == [None, "not finished in 0.1 s"]
     time.sleep(0.2)  # no signal arrives after a call that is done in time
     assert workloads.limited(lambda model: torch.ones(1), 0.1)(None) == 1
+
+
+def test_a_tuner_that_ignores_exceptions_is_stopped_too():
+    def tune(model):
+        with contextlib.suppress(Exception):
+            time.sleep(9)
+        return "tuned"
+
+    with pytest.raises(CompileError, match="not finished in"):
+        workloads.limited(tune, 0.1)(None)
 
 
 def test_every_sampled_default_row_has_a_greedy_one():
