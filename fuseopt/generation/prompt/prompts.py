@@ -37,16 +37,13 @@ def run_forward(
     padded = prompt_length_for(prompts, length, state.device) if captures else None
     if padded is not None and state.start and state.start + padded > state.sizes.capacity:
         padded = None
-    state.may_pad, state.start_varies = padded is not None, False
+    state.may_pad, state.start_varies = padded is not None, any_start
+    if state.start:
+        state.start_slot.fill_(state.start)
     if padded is None:
         forward(state, length, masked)
         return ""
-    prompt = PromptWork(forward, state, padded, masked)
-    if any_start and not graphs.repeats_start(prompt):
-        state.start_varies = True
-        state.start_slot.fill_(state.start)
-        prompt = PromptWork(forward, state, padded, masked)
-    return graphs.run_prompt(prompt)
+    return graphs.run_prompt(PromptWork(forward, state, padded, masked))
 
 
 def run_tokens(

@@ -88,6 +88,31 @@ __device__ inline unsigned load_from_block(const unsigned* own, int rank) {
 #endif
 }
 
+__device__ inline float4 load_from_block(const float4* own, int rank) {
+#if __CUDA_ARCH__ >= 900
+  float4 value;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address_in_block(shared_address(own), rank))
+               : "memory");
+  return value;
+#else
+  return *own;
+#endif
+}
+__device__ inline float2 load_from_block(const float2* own, int rank) {
+#if __CUDA_ARCH__ >= 900
+  float2 value;
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
+               : "r"(address_in_block(shared_address(own), rank))
+               : "memory");
+  return value;
+#else
+  return *own;
+#endif
+}
+
 // Adds to the place of `own` in the shared memory of block `rank`; returns what was there before.
 __device__ inline unsigned add_in_block(unsigned* own, int rank, unsigned value) {
 #if __CUDA_ARCH__ >= 900
