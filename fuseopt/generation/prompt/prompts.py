@@ -70,10 +70,15 @@ def run_tokens(
     if isinstance(match, str):
         note = run_forward(step.prefill, graphs, state, rows, length, keep is not None)
         return joined_notes(note, f"the prefix cache was not used: {match}")
-    prefixes.load(match, state, before)
-    any_start = match.start > 0 and keep is None and step.takes_any_start(state)
-    note = run_forward(step.prefill, graphs, state, rows, length - match.start, keep is not None, any_start=any_start)
-    return joined_notes(note, match.note, prefixes.store(match, state))
+    while True:
+        prefixes.load(match, state, before)
+        new, any_start = length - match.start, match.start > 0 and keep is None and step.takes_any_start(state)
+        note = run_forward(step.prefill, graphs, state, rows, new, keep is not None, any_start=any_start)
+        # The device reads samples of the weights before the prompt, and the host waits for them after queuing it.
+        confirmed = prefixes.confirmed(match)
+        if confirmed is match:
+            return joined_notes(note, match.note, prefixes.store(match, state))
+        match, before = confirmed, ()
 
 
 def joined_notes(*notes: str) -> str:
