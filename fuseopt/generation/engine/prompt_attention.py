@@ -99,11 +99,11 @@ class PromptAttention:
             qkv = projected.unflatten(1, (3, kv_heads, head_dim)).unflatten(0, self.size)
             if prompt_attention.is_fast(qkv, cache[0], cache[1]):
                 return ops.prompt_attention_(qkv, cache[0], cache[1], attention.scale, pdl=True).flatten(0, 1)
-        slots = self.without_masks if self.start or self._window(attention) is not None else None
-        in_prompt = None if slots is not None and slots.has_kernel else self.in_prompt
-        query = self._stored(projected, attention, cache, in_prompt)
-        if slots is not None:
+        slots = self.without_masks
+        if slots is not None and (slots.has_kernel or self.start or self._window(attention) is not None):
+            query = self._stored(projected, attention, cache, None if slots.has_kernel else self.in_prompt)
             return slots.attend(query, cache, attention.scale, attention.window)
+        query = self._stored(projected, attention, cache, self.in_prompt)
         keys, values = cache[:, :, :, : self.end].unbind()
         if attention.softcap is None:
             groups = query.shape[1] // kv_heads

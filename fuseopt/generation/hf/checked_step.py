@@ -175,13 +175,13 @@ class CheckedStep:
         """
         found = self._fingerprint
         assert found is not None, "there is a step"
-        if any(parameter.is_inference() for parameter in found.parameters):
-            return None
+        if self._sampled is not found:
+            is_inference = any(parameter.is_inference() for parameter in found.parameters)
+            self._sampled, self._reading = found, None if is_inference else ReadSamples(Samples(found.parameters))
         reading = self._reading
-        if reading is None or self._sampled is not found:
-            self._sampled, self._reading = found, ReadSamples(Samples(found.parameters))
-            reading = self._reading
-        elif reading.runs == 1 and reading.state.device.type == "cuda" and self.graphs.max_graphs:
+        if reading is None:
+            return None
+        if reading.runs == 1 and reading.state.device.type == "cuda" and self.graphs.max_graphs:
             # A graph of the one kernel that reads the samples takes the host less time than their views.
             self.graphs.record(reading, (), "a read of the weights")
         versions = [parameter._version for parameter in found.parameters]

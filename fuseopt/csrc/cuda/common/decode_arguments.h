@@ -198,7 +198,8 @@ struct RotaryStore {
   bool aligned;           // set by the launcher
 };
 
-// Causal attention of a prompt's tokens to the slots of a cache up to their own, which already has their keys and values.
+// Causal attention of a prompt's tokens to the slots of a cache up to their own, which already has their keys and
+// values.
 struct PrefixAttention {
   int dtype;  // kFloat16 or kBFloat16
   TokenHeads query, key_cache, value_cache;

@@ -1,9 +1,9 @@
-// Causal attention of a short prompt to a cache whose length is on the device: flash attention with the keys split among
-// blocks (Dao 2023, arXiv 2307.08691), so that a few queries after a long prefix occupy the whole device.
+// Causal attention of a short prompt to a cache whose length is on the device: flash attention with the keys split
+// among blocks (Flash-Decoding, Dao et al. 2023), so that a few queries after a long prefix occupy the whole device.
 //
-// A cluster of blocks has a few strips of 16 queries of the heads that share a head of keys. Its blocks take tiles of keys
-// in turn, as many as there are at the time; their results are merged through shared memory. Tiles before the prompt's
-// own tokens are copied before the kernel waits for its predecessor, which writes those tokens.
+// A cluster of blocks has a few strips of 16 queries, of the heads that share a head of keys. Its blocks take tiles of
+// keys in turn, as many as there are at the time. Their results are merged through shared memory. Tiles before the
+// prompt's own tokens are copied before the kernel waits for its predecessor, which writes those tokens.
 #pragma once
 
 #include "cuda/attention/query_strip.cuh"
@@ -18,7 +18,8 @@ namespace fuseopt {
 // Strips of queries of a block, warps that share the keys of a strip, keys of a tile, and tiles in shared memory.
 template <int kDims_, int kStrips_, int kGroups_, int kTileKeys_, int kStages_>
 struct PrefixShape {
-  static constexpr int kDims = kDims_, kStrips = kStrips_, kGroups = kGroups_, kTileKeys = kTileKeys_, kStages = kStages_;
+  static constexpr int kDims = kDims_, kStrips = kStrips_, kGroups = kGroups_;
+  static constexpr int kTileKeys = kTileKeys_, kStages = kStages_;
   static constexpr int kThreads = kStrips * kGroups * kWarpSize, kQueries = kStrips * kStripQueries;
   static constexpr int kPieces = kDims / 8, kCopyRows = kThreads / kPieces, kKeys = kTileKeys / kGroups;
   static constexpr int kPitch = kDims + 8;  // so that lines of a result are in different banks
@@ -68,7 +69,8 @@ __device__ inline PartStats merge_quads(int count, StatsOf stats_of, ValuesOf va
 }
 
 template <typename T, typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads) prefix_attention_kernel(const __grid_constant__ SplitPrefixAttention split) {
+__global__ void __launch_bounds__(Shape::kThreads)
+    prefix_attention_kernel(const __grid_constant__ SplitPrefixAttention split) {
   constexpr int kDims = Shape::kDims, kPieces = Shape::kPieces, kCopyRows = Shape::kCopyRows, kKeys = Shape::kKeys;
   constexpr int kTileKeys = Shape::kTileKeys, kStages = Shape::kStages, kQueries = Shape::kQueries;
   let_successor_start();
@@ -131,7 +133,8 @@ __global__ void __launch_bounds__(Shape::kThreads) prefix_attention_kernel(const
   for (int r = 0; r < kQueries; r += kCopyRows) {
     const int query = r + own_row, number = first_query + query;
     if (kQueries % kCopyRows != 0 && query >= kQueries) break;
-    const T* const from = query_from + number / group * attention.query.token_stride + number % group * attention.query.head_stride;
+    const T* const from =
+        query_from + number / group * attention.query.token_stride + number % group * attention.query.head_stride;
     copy_async(&memory.queries[piece_index<kPieces>(query, own_piece)], from, has_piece && query < queries);
   }
 #pragma unroll
@@ -170,16 +173,19 @@ __global__ void __launch_bounds__(Shape::kThreads) prefix_attention_kernel(const
       else return load_query(i);
     });
     const int first_slot = begin + tile * kTileKeys;
-    const bool is_seen_by_all = first_slot + kTileKeys - 1 <= start + first_token && first_slot > start + last_token - window;
+    const bool is_seen_by_all =
+        first_slot + kTileKeys - 1 <= start + first_token && first_slot > start + last_token - window;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int last_seen = is_seen_by_all ? kTileKeys : own_slot[half] - tile * kTileKeys;
       const int first_unseen = is_seen_by_all ? -kTileKeys : last_seen - window;
-      attended.weigh(score, half, attention.score_scale, [&](int key) { return key <= last_seen && key > first_unseen; });
+      const auto is_seen = [&](int key) { return key <= last_seen && key > first_unseen; };
+      attended.weigh(score, half, attention.score_scale, is_seen);
     }
-    attended.template add_values<T>(score, values, [](auto& sums, uint2 low, uint2 high, unsigned low_keys, unsigned high_keys) {
+    const auto add = [](float (&sums)[4], uint2 low, uint2 high, unsigned low_keys, unsigned high_keys) {
       multiply<T>(sums, low, high, low_keys, high_keys);
-    });
+    };
+    attended.template add_values<T>(score, values, add);
     stage = stage + 1 < kStages ? stage + 1 : 0;
   }
 
@@ -203,7 +209,8 @@ __global__ void __launch_bounds__(Shape::kThreads) prefix_attention_kernel(const
     const float reciprocal = reciprocal_of_sum(sum);
     const int number = first_query + of_query;
     const int64_t token = static_cast<int64_t>(row) * attention.length + number / group;
-    T* const output = static_cast<T*>(attention.output) + (token * heads + kv_head * group + number % group) * head_dim + dim;
+    const int64_t vector = token * heads + kv_head * group + number % group;
+    T* const output = static_cast<T*>(attention.output) + vector * head_dim + dim;
     *reinterpret_cast<uint2*>(output) = {packed<T>(merged.x * reciprocal, merged.y * reciprocal),
                                          packed<T>(merged.z * reciprocal, merged.w * reciprocal)};
   };
@@ -253,7 +260,8 @@ cudaError_t launch_prefix_kernel(const PrefixAttention& attention, unsigned bloc
                           .blocks_y = static_cast<unsigned>(attention.kv_heads),
                           .blocks_z = static_cast<unsigned>(attention.rows)};
   const auto kernel = prefix_attention_kernel<T, Shape>;
-  return launch_dependent(kernel, SplitPrefixAttention{attention, static_cast<int>(blocks)}, shape, attention.pdl, stream);
+  const SplitPrefixAttention split{attention, static_cast<int>(blocks)};
+  return launch_dependent(kernel, split, shape, attention.pdl, stream);
 }
 
 }  // namespace fuseopt

@@ -45,8 +45,9 @@ Tensor prefix_attention(Tensor query, Tensor key_cache, Tensor value_cache, std:
   attention.head_dim = head_dim;
   FUSEOPT_CHECK(attention.kv_heads > 0 && attention.heads % attention.kv_heads == 0 &&
                     value_cache.size(1) == attention.kv_heads && value_cache.size(2) == attention.capacity,
-                "fuseopt::", kOp, ": value_cache must have key_cache's sizes, whose kv_heads divide the heads of query");
-  FUSEOPT_CHECK(attention.capacity <= kMaxSlots, "fuseopt::", kOp, ": the caches must have ", kMaxSlots, " slots at most");
+                "fuseopt::", kOp, ": value_cache must have key_cache's sizes, and kv_heads must divide query's heads");
+  FUSEOPT_CHECK(attention.capacity <= kMaxSlots, "fuseopt::", kOp, ": the caches must have ", kMaxSlots,
+                " slots at most");
   FUSEOPT_CHECK(window >= 0, "fuseopt::", kOp, ": window must not be negative");
   attention.window = std::min(window, attention.capacity);
   attention.scale = scale;
