@@ -88,26 +88,23 @@ __device__ inline unsigned load_from_block(const unsigned* own, int rank) {
 #endif
 }
 
-__device__ inline float4 load_from_block(const float4* own, int rank) {
+// The same for 8 or 16 bytes of floats, aligned to their size.
+template <typename Floats>
+__device__ inline Floats load_from_block(const Floats* own, int rank) {
+  static_assert(sizeof(Floats) == 8 || sizeof(Floats) == 16);
 #if __CUDA_ARCH__ >= 900
-  float4 value;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-               : "r"(address_in_block(shared_address(own), rank))
-               : "memory");
-  return value;
-#else
-  return *own;
-#endif
-}
-__device__ inline float2 load_from_block(const float2* own, int rank) {
-#if __CUDA_ARCH__ >= 900
-  float2 value;
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
-               : "=f"(value.x), "=f"(value.y)
-               : "r"(address_in_block(shared_address(own), rank))
-               : "memory");
-  return value;
+  const unsigned remote = address_in_block(shared_address(own), rank);
+  Floats result;
+  float* const to = reinterpret_cast<float*>(&result);
+  if constexpr (sizeof(Floats) == 8) {
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(to[0]), "=f"(to[1]) : "r"(remote) : "memory");
+  } else {
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
+                 : "r"(remote)
+                 : "memory");
+  }
+  return result;
 #else
   return *own;
 #endif

@@ -45,29 +45,6 @@ struct SplitPrefixAttention {
   int blocks;  // of a cluster
 };
 
-// The merge of `count` parts, kMost at most, in four dimensions; unrolled, so that all loads are in flight.
-// `stats_of(part)` returns PartStats, `values_of(part)` a float4.
-template <int kMost, typename StatsOf, typename ValuesOf>
-__device__ inline PartStats merge_quads(int count, StatsOf stats_of, ValuesOf values_of, float4& merged) {
-  PartStats all, stats[kMost];
-#pragma unroll
-  for (int part = 0; part < kMost; ++part) {
-    if (part < count) stats[part] = stats_of(part);
-    all.largest = fmaxf(all.largest, stats[part].largest);
-  }
-  merged = {};
-#pragma unroll
-  for (int part = 0; part < kMost; ++part) {
-    if (part >= count) continue;
-    const float factor = factor_of_part(stats[part].largest, all.largest);
-    const float4 values = values_of(part);
-    all.sum += factor * stats[part].sum;
-    merged.x += factor * values.x, merged.y += factor * values.y;
-    merged.z += factor * values.z, merged.w += factor * values.w;
-  }
-  return all;
-}
-
 template <typename T, typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads)
     prefix_attention_kernel(const __grid_constant__ SplitPrefixAttention split) {
@@ -205,24 +182,25 @@ __global__ void __launch_bounds__(Shape::kThreads)
   }
   __syncthreads();
   constexpr int kQuads = kDims / 4;
-  const auto store = [&](int of_query, int dim, float4 merged, float sum) {
+  using Quad = Vector<float, 4>;
+  const auto store = [&](int of_query, int dim, const Quad& merged, float sum) {
     const float reciprocal = reciprocal_of_sum(sum);
     const int number = first_query + of_query;
     const int64_t token = static_cast<int64_t>(row) * attention.length + number / group;
     const int64_t vector = token * heads + kv_head * group + number % group;
     T* const output = static_cast<T*>(attention.output) + vector * head_dim + dim;
-    *reinterpret_cast<uint2*>(output) = {packed<T>(merged.x * reciprocal, merged.y * reciprocal),
-                                         packed<T>(merged.z * reciprocal, merged.w * reciprocal)};
+    *reinterpret_cast<uint2*>(output) = {packed<T>(merged[0] * reciprocal, merged[1] * reciprocal),
+                                         packed<T>(merged[2] * reciprocal, merged[3] * reciprocal)};
   };
-  const auto quad_of = [&](int of_group, int of_query, int dim) -> float4& {
-    return reinterpret_cast<float4&>(results.weighted[of_group][of_query][dim]);
+  const auto quad_of = [&](int of_group, int of_query, int dim) -> Quad& {
+    return reinterpret_cast<Quad&>(results.weighted[of_group][of_query][dim]);
   };
   const int filled_blocks = min(blocks, tiles);
   for (int index = threadIdx.x; index < queries * kQuads; index += Shape::kThreads) {
     const int of_query = index / kQuads, dim = index % kQuads * 4;
     if (dim >= head_dim) continue;
-    float4 merged;
-    const PartStats all = merge_quads<Shape::kGroups>(
+    Quad merged;
+    const PartStats all = merge_some_parts<Shape::kGroups>(
         Shape::kGroups, [&](int of_group) { return results.stats[of_group][of_query]; },
         [&](int of_group) { return quad_of(of_group, of_query, dim); }, merged);
     if (filled_blocks == 1) {
@@ -237,13 +215,10 @@ __global__ void __launch_bounds__(Shape::kThreads)
   for (int index = rank * Shape::kThreads + threadIdx.x; index < queries * kQuads; index += blocks * Shape::kThreads) {
     const int of_query = index / kQuads, dim = index % kQuads * 4;
     if (dim >= head_dim) continue;
-    float4 merged;
-    const PartStats all = merge_quads<kMaxClusterSize>(
+    Quad merged;
+    const PartStats all = merge_some_parts<kMaxClusterSize>(
         filled_blocks,
-        [&](int block) {
-          const float2 stats = load_from_block(&reinterpret_cast<const float2&>(results.merged[of_query]), block);
-          return PartStats{stats.x, stats.y};
-        },
+        [&](int block) { return load_from_block(&results.merged[of_query], block); },
         [&](int block) { return load_from_block(&quad_of(0, of_query, dim), block); }, merged);
     store(of_query, dim, merged, all.sum);
   }
