@@ -20,6 +20,7 @@ from fuseopt.ops.decode.linear_partials import decode_linear_of_sum, decode_line
 from fuseopt.ops.decode.low_bit_linear import decode_low_bit_linear, low_bit_linear
 from fuseopt.ops.decode.low_rank import decode_linear_low_rank
 from fuseopt.ops.decode.packed_linear import decode_packed_linear
+from fuseopt.ops.decode.prefix_attention import prefix_attention
 from fuseopt.ops.decode.prompt_attention import prompt_attention_
 from fuseopt.ops.decode.qkv_attention import decode_qkv_attention_
 from fuseopt.ops.decode.quantized_heads import dequantize_heads, quantize_heads
@@ -87,6 +88,7 @@ __all__ = [
     "low_bit_linear",
     "no_repeat_ngram",
     "pack_for_cuda",
+    "prefix_attention",
     "process_logits",
     "prompt_attention_",
     "quantize",

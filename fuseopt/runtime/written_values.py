@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fuseopt.runtime.cuda_graphs import Work
+from fuseopt.runtime.host_copy import HostCopy
 
 _LEAST = 64
+
+
+class WeightVersions(NamedTuple):
+    """What differs after a write to a weight.
+
+    Attributes:
+        known: versions, which the host knows.
+        sampled: waits for the device, and returns samples of the values. A write that changes no version, such as a
+            fused optimizer's, is seen if it changes a sampled value: at least 64 of each weight are.
+    """
+
+    known: Hashable
+    sampled: Callable[[], Hashable]
 
 
 class Samples:
@@ -68,10 +83,15 @@ class ReadSamples(Work[Samples]):
         self.state.join()
         self.runs += 1
 
+    def start(self) -> Callable[[], bytes]:
+        """Queues a read of the values; returns a function that waits for it and returns their bytes."""
+        self()
+        copies = [HostCopy(values, values.dtype) for values in self.state.joined]
+        return lambda: b"".join(copy.read().view(torch.uint8).numpy().tobytes() for copy in copies)
+
     def read(self) -> bytes:
         """The bytes of the values as they are now; waits for the device."""
-        self()
-        return self.state.values()
+        return self.start()()
 
 
 def _spacing(tensor: Tensor) -> tuple[tuple[int], tuple[int]]:
