@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
+from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 LIBRARY = torch.library.Library("fuseopt", "DEF")
@@ -204,6 +205,13 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
 def in_forward_mode() -> bool:
     """Whether forward-mode AD is active, as in `torch.func.jvp`, `jacfwd` and `hessian`."""
     return forward_ad._current_level >= 0
+
+
+def is_recorded() -> bool:
+    """Whether torch.jit.trace or torch.export records operations, for programs without fuseopt as well."""
+    if is_dynamo_compiling():
+        return False  # where older versions of torch say that they export, too
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def is_unobserved() -> bool:
