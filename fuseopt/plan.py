@@ -177,7 +177,8 @@ def build_plan(model: nn.Module, config: Config, strategies: Sequence[Strategy])
             if isinstance(proposal, Skip):
                 skips.append(proposal)
                 continue
-            left_out = _left_out_reason(fusion, strategy, proposal)
+            renamed = next(filter(None, (site.renamed_cache_reason for site in proposal.sites)), None)
+            left_out = renamed or _left_out_reason(fusion, strategy, proposal)
             if left_out is not None:
                 skips.append(_skip(proposal, left_out))
                 continue
