@@ -29,7 +29,7 @@ from fuseopt.extend import nvrtc
 from fuseopt.extend.backends import Kernel
 from fuseopt.extend.launches import Plan, launches_by
 from fuseopt.extend.own_library import Missing, library_of
-from fuseopt.extend.signature import check_takes, tensors_of, with_tensors
+from fuseopt.extend.signature import arguments_of, check_takes, tensors_of, with_tensors
 
 if TYPE_CHECKING:
     from fuseopt.extend.own_op import Op
@@ -37,6 +37,21 @@ if TYPE_CHECKING:
 Kind = Literal["cpu", "cuda"]
 Grid = Callable[..., Any]
 _SUFFIX = {"cpu": ".cpp", "cuda": ".cu"}
+_CPP_TYPES = {"int": "int64_t", "SymInt": "int64_t", "float": "double", "str": "std::string"}
+_CPP_CHECKS = {
+    "int": "std::is_integral_v<std::tuple_element_t<{}, Given>>",
+    "SymInt": "std::is_integral_v<std::tuple_element_t<{}, Given>>",
+    "float": "std::is_same_v<std::tuple_element_t<{}, Given>, double>",
+    "bool": "std::is_same_v<std::tuple_element_t<{}, Given>, bool>",
+}
+_SIGNATURE = """#include <tuple>
+#include <type_traits>
+namespace fuseopt_signature {{
+template <class> struct Arguments;
+template <class R, class... A> struct Arguments<R(A...)> {{ using type = std::tuple<std::decay_t<A>...>; }};
+template <class R, class... A> struct Arguments<R(A...) noexcept> : Arguments<R(A...)> {{}};
+using Given = Arguments<decltype({function})>::type;
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,27 +160,62 @@ def _capability() -> str:
 def _from_library(op: Op, kind: Kind, source: Source) -> OpOverload:
     recipe = toolchain.cpu_recipe() if kind == "cpu" else toolchain.cuda_recipe([_capability()])
     name = f"{op.name.partition('::')[2]}__native_{kind}_{source.digest()}"
-    torch.ops.load_library(build(op.name, name, kind, source, recipe))
+    torch.ops.load_library(build(op.name, name, kind, source, recipe, op.signature.schema))
     loader.load_all(["python"])  # by which the kernel is called sooner
     return op.define_native(name)
 
 
-def build(op: str, registered: str, kind: Kind, source: Source, recipe: toolchain.Recipe) -> Path:
+def declaration(function: str, schema: str) -> str:
+    """The C++ function that a schema asks for, as "Tensor scale(Tensor x, double factor)"."""
+    given = []
+    for argument in arguments_of(schema):
+        kind, _, name = argument.partition(" ")
+        is_optional, is_list = kind.endswith("?"), kind.rstrip("?").endswith("[]")
+        plain = kind.rstrip("?[]")
+        plain = _CPP_TYPES.get(plain, plain)
+        plain = f"std::vector<{plain}>" if is_list else plain
+        given.append(f"{f'std::optional<{plain}>' if is_optional else plain} {name}")
+    results = schema.rpartition("-> ")[2].strip("()").split(", ")
+    result = results[0] if len(results) == 1 else f"std::tuple<{', '.join(results)}>"
+    return f"{result} {function}({', '.join(given)})"
+
+
+def _signature_checks(op: str, function: str, schema: str) -> str:
+    """C++ that refuses a function with another number of arguments than the schema, or with other types of numbers.
+
+    torch would refuse the first in each call, and reinterpret the bits of the second.
+    """
+    wanted = f"{op} is called as: {declaration(function, schema)}"
+    kinds = [argument.partition(" ")[0] for argument in arguments_of(schema)]
+    checks = [f"std::tuple_size_v<Given> == {len(kinds)}"]
+    checks += [_CPP_CHECKS[kind].format(place) for place, kind in enumerate(kinds) if kind in _CPP_CHECKS]
+    return (
+        _SIGNATURE.format(function=function)
+        + "".join(f'static_assert({check}, "{wanted}");\n' for check in checks)
+        + "}\n"
+    )
+
+
+def build(op: str, registered: str, kind: Kind, source: Source, recipe: toolchain.Recipe, schema: str) -> Path:
     """The library of a source, built unless it is in the cache.
 
     Args:
         op: the op's name.
         registered: the name that its function has in `torch.ops`, in the op's namespace.
         recipe: for fuseopt's own library of that kind, whose flags are taken.
+        schema: the op's, which the function must fit.
 
     Raises:
+        OpError: the source has no function of the op's name.
         NativeBuildError: the compiler refuses the source; the message has its first error, with file and line.
         library_cache.CacheError: the cache folder must not be used.
     """
     namespace, _, function = op.partition("::")
+    if function not in source.text and not re.search(r'#\s*include\s+"(?!new_tensor\.h)', source.text):
+        raise OpError(f"{source.label} has no function {function!r}; define {declaration(function, schema)}")
     text = (
         f'{source.line_marker()}\n{source.text}\n#line 1 "registration of {op}"\n'
-        "#include <torch/csrc/stable/library.h>\n"
+        f"#include <torch/csrc/stable/library.h>\n{_signature_checks(op, function, schema)}"
         f"STABLE_TORCH_LIBRARY_IMPL({namespace}, {kind.upper()}, library) {{\n"
         f'  library.impl("{registered}", TORCH_BOX(&{function}));\n}}\n'
     )

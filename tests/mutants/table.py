@@ -488,8 +488,8 @@ TRAINING = (
     Mutant(
         "lazy logits are computed of a weight that has changed",
         "fuseopt/modules/lazy_logits.py",
-        "if is_same:",
-        "if True:",
+        "if not self._is_unwritten():",
+        "if False:",
         ("tests/modules/test_lazy_logits.py::test_logits_not_looked_at_before_the_weight_changed_are_refused",),
     ),
     Mutant(

@@ -75,7 +75,7 @@ bool shares_storage(const at::Tensor& result, Arguments arguments) {
   return false;
 }
 
-// Whether a result is as an op promises it: a contiguous tensor with memory of its own.
+// Whether a result is as an op promises it: a contiguous tensor that shares no memory with an argument.
 bool is_as_promised(PyObject* result, Arguments arguments) {
   if (!THPVariable_CheckExact(result)) return false;
   const at::Tensor& tensor = THPVariable_Unpack(result);
@@ -87,7 +87,9 @@ bool are_as_promised(PyObject* output, Py_ssize_t results, Arguments arguments) 
   if (results == 1) return is_as_promised(output, arguments);
   if (!PyTuple_CheckExact(output) || PyTuple_GET_SIZE(output) != results) return false;
   for (Py_ssize_t i = 0; i < results; ++i) {
-    if (!is_as_promised(PyTuple_GET_ITEM(output, i), arguments)) return false;
+    PyObject* const result = PyTuple_GET_ITEM(output, i);
+    if (!is_as_promised(result, arguments)) return false;
+    if (shares_storage(THPVariable_Unpack(result), {&PyTuple_GET_ITEM(output, 0), i})) return false;
   }
   return true;
 }
