@@ -146,24 +146,22 @@ class _Kernels:
         self.takes = self._takes  # one object, by which csrc/python knows the predicate that a plan stands for
         self._backward_launches: Any = None
 
-    def _module(self) -> Any:
+    @functools.cached_property
+    def _triton(self) -> Any:
         from fuseopt.extend import triton_expression
 
         return triton_expression.kernels_of(*self._description)
 
-    def launches(self, library: Any, prepare: Callable[..., Plan | None] | None = None) -> Any:
-        """Launches by csrc/python of the forward, or of what `prepare` plans; None in Triton's interpreter."""
+    def launches(self, library: Any) -> Any:
+        """The forward's launches by csrc/python; None in Triton's interpreter."""
+        return self._launches_of(self._plan_forward, library)
+
+    def _launches_of(self, prepare: Callable[..., Plan | None], library: Any) -> Any:
         if TRITON_INTERPRETED:
             return None
-        from fuseopt.extend import triton_expression
+        from fuseopt.extend.triton_expression import has_launch_hooks
 
-        return launches_by(
-            library,
-            prepare or self._plan_forward,
-            supports=self.takes,
-            is_watched=triton_expression.has_launch_hooks,
-            as_floats=True,
-        )
+        return launches_by(library, prepare, supports=self.takes, is_watched=has_launch_hooks, as_floats=True)
 
     @functools.cached_property
     def _runs_here(self) -> bool:
@@ -184,25 +182,25 @@ class _Kernels:
         return self._runs_here or "Triton's interpreter has no pow"
 
     def forward(self, *arguments: Any) -> Tensor:
-        return self._module().forward(arguments[: self._tensors], arguments[self._tensors :])
+        return self._triton.forward(arguments[: self._tensors], arguments[self._tensors :])
 
     def _plan_forward(self, *arguments: Any) -> Plan | None:
-        return self._module().plan_forward(arguments[: self._tensors], arguments[self._tensors :])
+        return self._triton.plan_forward(arguments[: self._tensors], arguments[self._tensors :])
 
     def backward(self, inputs: Sequence[Any], output: Tensor, grad_output: Tensor) -> Sequence[Tensor]:
         tensors, scalars = inputs[: self._tensors], inputs[self._tensors :]
         grads: Any = NotImplemented
         if self._backward_launches is None and (library := loader.python_library()) is not None:
-            self._backward_launches = self.launches(library, self._plan_backward)
+            self._backward_launches = self._launches_of(self._plan_backward, library)
         if self._backward_launches is not None:
             grads = self._backward_launches(grad_output, *inputs)
         if grads is NotImplemented:
-            return self._module().backward(tensors, scalars, grad_output, self._reduce_grad)
-        return self._module().finished(tensors, grad_output, self._reduce_grad, as_list(grads))
+            return self._triton.backward(tensors, scalars, grad_output, self._reduce_grad)
+        return self._triton.finished(tensors, grad_output, self._reduce_grad, as_list(grads))
 
     def _plan_backward(self, grad_output: Tensor, *inputs: Any) -> Plan | None:
         tensors, scalars = inputs[: self._tensors], inputs[self._tensors :]
-        return self._module().plan_backward(tensors, scalars, grad_output, self._reduce_grad)
+        return self._triton.plan_backward(tensors, scalars, grad_output, self._reduce_grad)
 
 
 class _CppKernels:

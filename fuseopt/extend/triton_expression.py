@@ -385,7 +385,7 @@ def _reduced(grad: Tensor, kind: int, tensor: Tensor, at: Places) -> Tensor:
 
 def _column_sum(grad: Tensor, row: Tensor) -> Tensor:
     """The sum over the rows of `grad` [rows, columns], in the shape and dtype of `row`, which has as many columns."""
-    library = None if TRITON_INTERPRETED else loader.python_library()
+    library = None if TRITON_INTERPRETED or grad.is_meta else loader.python_library()
     total = NotImplemented if library is None else _column_sums(library)(grad, row)
     if total is NotImplemented:
         total = row.new_empty(row.shape)
