@@ -1,4 +1,4 @@
-"""Fused models under torch.jit.trace and torch.export: they hold torch's own operations, as those of stock models do."""
+"""Fused models under torch.jit.trace and torch.export hold torch's own operations, as stock models do."""
 
 import io
 import re

@@ -116,8 +116,8 @@ def test_a_source_without_the_op_s_function_is_refused_with_its_declaration(op):
 def test_lists_optional_tensors_strings_and_several_results_are_declared_in_c_plus_plus():
     schema = '(Tensor[] xs, Tensor? mask=None, int n=1, float p=0.5, bool flag=False, str how="a") -> (Tensor, Tensor)'
     assert native.declaration("f", schema) == (
-        "std::tuple<Tensor, Tensor> f(std::vector<Tensor> xs, std::optional<Tensor> mask, int64_t n, double p, bool flag, "
-        "std::string how)"
+        "std::tuple<Tensor, Tensor> f(std::vector<Tensor> xs, std::optional<Tensor> mask, int64_t n, double p, "
+        "bool flag, std::string how)"
     )
 
 
