@@ -19,14 +19,15 @@ _Cells = list[str]
 
 
 @functools.cache
-def _rows(file: str) -> tuple[Record, ...]:
+def rows_of(file: str) -> tuple[Record, ...]:
+    """The rows of a result file, by its name without a suffix; none if there is no such file."""
     path = RESULTS / f"{file}.json"
     return Results.load(path).rows if path.is_file() else ()
 
 
 def _row(file: str, case: str, variant: str = "generation") -> Record | None:
     """The row of a variant whose case has this text, if it was timed."""
-    found = (row for row in _rows(file) if case in row.case and row.variant.partition(" [")[0] == variant)
+    found = (row for row in rows_of(file) if case in row.case and row.variant.partition(" [")[0] == variant)
     return next((row for row in found if row.milliseconds is not None), None)
 
 
@@ -47,7 +48,7 @@ def _cells(what: str, target: float, reached: float | None, note: str, *, least:
     if reached is None:
         return [what, _number(target), "not measured", ""]
     met = reached >= target if least else reached <= target
-    return [what, _number(target), _number(reached), "met" if met else f"missed, [bound]({_NOTES}{note}.md)"]
+    return [what, _number(target), _number(reached), "met" if met else f"missed, [why]({_NOTES}{note}.md)"]
 
 
 def _decoders() -> Iterator[_Cells]:
@@ -84,7 +85,7 @@ def _families() -> Iterator[_Cells]:
     }
     over = {model: _microseconds(row) / _microseconds(rows[model]) for model, row in static.items()}
     faster = [model for model, ratio in over.items() if ratio >= 3]
-    note = f"[bound]({_NOTES}2026-11-30-families-beside-their-floor.md)"
+    note = f"[why]({_NOTES}2026-11-30-families-beside-their-floor.md)"
     for what, number, measured, missed in (
         ("families at 0.8 of the floor (0.5 below 0.5 B)", met, floors, note),
         ("families at 3 times static cache and torch.compile", faster, over, note),
@@ -122,14 +123,30 @@ def _float32() -> Iterator[_Cells]:
 
 def _sampling() -> Iterator[_Cells]:
     for batch, limit in _SAMPLING.items():
-        greedy, *others = [row for row in _rows("sampling-h200") if f"gpt2 generate, {batch} x" in row.case]
+        greedy, *others = [row for row in rows_of("sampling-h200") if f"gpt2 generate, {batch} x" in row.case]
         most = limit or 0.12 * _microseconds(greedy)
         over = {row.variant: float((row.note or "nan").split(" us")[0]) for row in others}
         slow = [f"{name} {value:+.1f}" for name, value in over.items() if value > most]
-        note = f", [bound]({_NOTES}2026-11-30-sampling-by-a-race.md)" if slow else ""
+        note = f", [why]({_NOTES}2026-11-30-sampling-by-a-race.md)" if slow else ""
         verdict = f"missed by {'; '.join(slow)}{note}" if slow else "met"
         reached = f"{len(over) - len(slow)} of {len(over)} settings"
         yield [f"GPT-2, {batch} row{'s' * (batch > 1)}, sampling over greedy, us", f"{most:.3g}", reached, verdict]
+
+
+def _low_bit() -> Iterator[_Cells]:
+    note = "2026-11-30-low-bit-steps-on-a-gpu"
+    weights = {"int8": "int8", "int4": "int4, groups of 128"}
+    for model, *limits in (("llama-3.2-1b", 345, 225), ("gpt2-xl", 470, 330), ("t5-large", 230, 180)):
+        for (name, variant), limit in zip(weights.items(), limits, strict=True):
+            row = _row("low-bit-h200", f"{model} generate, 1 x", variant)
+            yield _cells(f"{model}, {name} weights, 1 row, us a token", limit, row and _microseconds(row), note)
+    for batch, *ratios in ((1, 1.85, 3.0), (64, 1.6, 2.0)):
+        plain = _row("low-bit-h200", f"llama-3.1-8b generate, {batch} x")
+        for (name, variant), ratio in zip(weights.items(), ratios, strict=True):
+            row = _row("low-bit-h200", f"llama-3.1-8b generate, {batch} x", variant)
+            reached = _microseconds(plain) / _microseconds(row) if plain and row else None
+            what = f"llama-3.1-8b, {name} weights, {batch} row{'s' * (batch > 1)}, over bfloat16"
+            yield _cells(what, ratio, reached, note, least=True)
 
 
 def _cpu() -> Iterator[_Cells]:
@@ -144,6 +161,6 @@ def _cpu() -> Iterator[_Cells]:
 
 def table() -> str:
     """Each target, what was reached, and for a missed one its lab note."""
-    parts = (_decoders, _families, _llama, _float32, _sampling, _cpu)
+    parts = (_decoders, _families, _llama, _float32, _sampling, _low_bit, _cpu)
     lines = [["work", "target", "reached", ""], ["---"] * 4, *(cells for part in parts for cells in part())]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

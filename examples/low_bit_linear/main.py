@@ -57,12 +57,11 @@ def check(device: torch.device) -> None:
 # 3. The weights to compare, and the product with each.
 def weights_of(weight: Tensor) -> dict[str, object]:
     """Weights that stand for `weight` [outputs, inputs], or why torchao has none."""
-    half = weight.bfloat16()
-    found = {"float32": weight, "bfloat16": half}
-    found |= {name: quantized(half if weight.is_cuda else weight, **kind) for name, kind in KINDS.items()}
+    own = weight.bfloat16() if weight.is_cuda else weight
+    found = {"float32": weight, "bfloat16": weight.bfloat16()} | {n: quantized(own, **of) for n, of in KINDS.items()}
     for bits in (8, 4):
         try:
-            found[f"torchao int{bits}"] = torchao_weight(weight, bits)
+            found[f"torchao int{bits}"] = torchao_weight(own, bits)
         except Exception as error:  # the other weights still get rows
             found[f"torchao int{bits}"] = f"failed: {type(error).__name__}: {error}".splitlines()[0][:70]
     return found
@@ -72,7 +71,8 @@ def torchao_weight(weight: Tensor, bits: int) -> Tensor:
     library = importlib.import_module("torchao.quantization")
     linear = nn.Linear(*reversed(weight.shape), bias=False, device=weight.device)
     linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
-    library.quantize_(linear, getattr(library, f"Int{bits}WeightOnlyConfig")())
+    options = {"int4_packing_format": "tile_packed_to_4d"} if weight.is_cuda and bits == 4 else {}
+    library.quantize_(linear, getattr(library, f"Int{bits}WeightOnlyConfig")(**options))
     return linear.weight
 
 

@@ -109,4 +109,22 @@ def decode_linear_addends(*arguments: Any, overlap: bool = False, ahead: Any = (
     return decode_linear_partials(*arguments, pdl=overlap, prefetch=ahead, **options)
 
 
+def decode_quantized_attention(*tensors: Any, **options: Any) -> Any:
+    """`decode_attention`, under the name of earlier versions, whose scales came after the caches."""
+    return _with_named_scales("decode_attention", 3, tensors, options)
+
+
+def decode_quantized_attention_(*tensors: Any, **options: Any) -> Any:
+    """`decode_attention_`, under the name of earlier versions, whose scales came after the caches."""
+    return _with_named_scales("decode_attention_", 5, tensors, options)
+
+
+def _with_named_scales(name: str, place: int, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    earlier = name.replace("attention", "quantized_attention")
+    message = f"{earlier} is called {name}, which takes key_scales and value_scales by name"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
+    scales = zip(("key_scales", "value_scales"), tensors[place : place + 2], strict=False)
+    return globals()[name](*tensors[:place], *tensors[place + 2 :], **dict(scales), **options)
+
+
 moved_modules.keep_functions(sys.modules[__name__])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,6 @@ from fuseopt.runtime.cuda_graphs import Work
 from fuseopt.runtime.host_copy import HostCopy
 
 _LEAST = 64
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WeightVersions(NamedTuple):
@@ -28,20 +28,11 @@ class WeightVersions(NamedTuple):
     sampled: Callable[[], Hashable]
 
 
-def sample(tensor: Tensor) -> Tensor:
-    """View of at least 64 values, or all if there are fewer, as integers of their size, so that NaN equals itself.
-
-    Such samples detect writes that do not change a tensor's version: by PyTorch's fused optimizers, and through
-    `tensor.data`, as in peft's merge of adapters.
-
-    Args:
-        tensor: of any shape, strides and device, with elements of 1, 2, 4 or 8 bytes.
-    """
-    return tensor.detach().as_strided(*_spacing(tensor)).view(_INTEGERS[tensor.itemsize])
-
-
 class Samples:
-    """The values that `sample` takes, of several tensors on one device, which are read together.
+    """At least 64 values of each of several tensors, or all if there are fewer.
+
+    They detect writes that do not change a tensor's version: by PyTorch's fused optimizers, and through `tensor.data`,
+    as in peft's merge of adapters.
 
     Args:
         tensors: at least one, on one device. Shapes and dtypes are arbitrary but must not change. References are kept.
@@ -71,6 +62,10 @@ class Samples:
             self.joined = self.joined or [these[0].new_empty(sum(view.numel() for view in these)) for these in views]
             for these, values in zip(views, self.joined, strict=True):
                 torch.cat(these, out=values)
+
+    def values(self) -> builtins.bytes:
+        """The bytes of the values that the last `join` read; waits for the current stream."""
+        return b"".join(values.cpu().view(torch.uint8).numpy().tobytes() for values in self.joined)
 
 
 class ReadSamples(Work[Samples]):
@@ -102,7 +97,7 @@ class ReadSamples(Work[Samples]):
 def _spacing(tensor: Tensor) -> tuple[tuple[int], tuple[int]]:
     """Size and stride of a sample that is spread over the rows and the columns of a tensor's memory."""
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    row, step = max(tensor.stride(), default=1), max(length // _LEAST, 1)
+    row, step = max((1, *tensor.stride())), max(length // _LEAST, 1)
     if step >= row:
         # The step is a part of a row by the golden ratio, so that samples are not all in the same columns.
         step = (step // row - 1) * row + max(int(row * 0.618), 1)

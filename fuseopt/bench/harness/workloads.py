@@ -183,6 +183,10 @@ def compiled(work: Work) -> Work:
     return compiled_work
 
 
+class _TimeIsUp(BaseException):
+    """Raised by an alarm. Inductor's tuner ignores any Exception of a candidate, so this is none."""
+
+
 def limited(work: Work, seconds: float) -> Work:
     """`work`, or a CompileError once it has taken so many seconds; runs in the main thread.
 
@@ -190,13 +194,15 @@ def limited(work: Work, seconds: float) -> Work:
     """
 
     def stop(*_: object) -> None:
-        raise CompileError(f"not finished in {seconds:g} s")
+        raise _TimeIsUp
 
     def limited_work(model: nn.Module) -> Tensor:
         before = signal.signal(signal.SIGALRM, stop)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             return work(model)
+        except _TimeIsUp:
+            raise CompileError(f"not finished in {seconds:g} s") from None
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)

@@ -34,7 +34,10 @@ CONFIGS: Mapping[str, FusionConfig] = {
 }
 TORCHAO = {f"torchao int{bits} weights": bits for bits in (8, 4)}
 CPU_ROWS = (Row("gpt2", 1, prompt=32, new=32), Row("t5-base", 1, prompt=32, new=32))
-GPU_ROWS = (Row("llama-3.2-1b", 1), Row("gpt2-xl", 1), Row("t5-large", 1))
+GPU_ROWS = (
+    *(Row(model, 1) for model in ("llama-3.2-1b", "gpt2-xl", "t5-large")),
+    *(Row("llama-3.1-8b", batch) for batch in (1, 64)),
+)
 CHECKPOINT_SIZES: Mapping[str, Any] = {"batch": 1, "prompt": 32, "new": 32}
 TEXTS = ("held-out.txt", "prompts.txt")
 """Files beside the checkpoints: one on which no checkpoint was trained, and one on which some were."""
@@ -62,8 +65,8 @@ def run(
         rows: `GPU_ROWS` or `CPU_ROWS` and the checkpoints by default.
         dtype: of rows that name none; bfloat16 by default, float32 on a CPU.
         configs: `CONFIGS` by default.
-        compile: also time stock and torchao's weights with transformers' static cache and torch.compile, which is the
-            default on a GPU.
+        compile: time torchao's weights with transformers' static cache and torch.compile instead of eagerly, and stock
+            in both ways; the default on a GPU.
         compile_seconds: a call of torch.compile that takes longer than this is not timed.
         checkpoints: a folder of checkpoint folders and `TEXTS`; by default examples/checkpoints, here or in the clone.
 
@@ -163,11 +166,19 @@ class _Times:
         work = row.work(device, row.new)
         calls: dict[str, Call | str] = {}
         for name, model in self.ways.models.items():
-            calls[name] = model if isinstance(model, str) else functools.partial(work, model)
-            if self.compile_seconds is not None and name in (STOCK, *TORCHAO) and isinstance(model, nn.Module):
-                static = limited(row.work(device, row.new, static_cache=True), self.compile_seconds)
-                compiled = STATIC if name == STOCK else f"{name}, {STATIC}"
-                calls[compiled] = functools.partial(static, parameter_sharing_copy(model))
+            if isinstance(model, str):
+                calls[name] = model
+                continue
+            seconds = self.compile_seconds if name in (STOCK, *TORCHAO) else None
+            if name == STOCK or seconds is None:
+                calls[name] = functools.partial(work, model)
+            if seconds is not None:
+                static = limited(row.work(device, row.new, static_cache=True), seconds)
+                twin = parameter_sharing_copy(model)
+                if name == STOCK:
+                    calls[STATIC] = functools.partial(static, twin)
+                else:
+                    calls[f"{name}, {STATIC}"] = functools.partial(torchao_weights.with_inductor_options(static), twin)
         return calls
 
     def records(self, bandwidth: float) -> Iterator[Record]:
@@ -179,9 +190,10 @@ class _Times:
             if record.milliseconds is None or isinstance(model, str):
                 yield record
                 continue
-            quantised, unquantised = _quantised_bytes(model)
-            read = weight_bytes(stock) - unquantised + quantised
-            read += cache_bytes(model, row.batch, row.beams, row.prompt, row.new)
+            generate = fused_generate(model)
+            low_bit = None if generate is None else generate.checked.low_bit
+            quantised, saved = (low_bit.quantised_bytes, low_bit.saved_bytes(row.batch)) if low_bit else (0, 0)
+            read = weight_bytes(stock) - saved + cache_bytes(model, row.batch, row.beams, row.prompt, row.new)
             is_torchao = record.variant.startswith(tuple(TORCHAO))
             yield replace(
                 record,
@@ -189,7 +201,7 @@ class _Times:
                 weights_mib=(torchao_weights.stored_bytes(model) + quantised) / 2**20,
                 bytes=None if is_torchao else read,
                 of_floor=None if is_torchao else read / bandwidth / record.milliseconds[1] * 1e3,
-                note=_note(model) or record.note,
+                note=_note(model, row.batch) or record.note,
             )
 
 
@@ -206,19 +218,20 @@ class _Text:
 
     def records(self, bandwidth: float) -> Iterator[Record]:
         tokenizer = AutoTokenizer.from_pretrained(self.ways.row.model, local_files_only=True)
-        lines = self.text.read_text(encoding="utf-8").splitlines()
-        ids = [line[: _PROMPT + _COMPARED] for line in tokenizer(lines, add_special_tokens=False)["input_ids"]]
+        text = self.text.read_text(encoding="utf-8").splitlines()
+        ids = [line[: _PROMPT + _COMPARED] for line in tokenizer(text, add_special_tokens=False)["input_ids"]]
         long = [line for line in ids if len(line) == _PROMPT + _COMPARED]
         if not long:
             yield Record(self.name, WHOLE_CASE, note=f"no line of {_PROMPT + _COMPARED} tokens")
             return
         rows = torch.tensor(long[:_MOST_LINES], device=self.ways.device)
         expected: Tensor | None = None
+        lines = _LINES_AT_A_TIME.get(self.ways.device.type, 1)
         for name, model in self.ways.models.items():
             if isinstance(model, str):
                 yield Record(self.name, name, note=model)
                 continue
-            logits, tokens = _logits(model, rows[:, :_PROMPT], rows[:, _PROMPT:]), rows[:, _PROMPT:, None]
+            logits, tokens = _logits(model, rows[:, :_PROMPT], rows[:, _PROMPT:], lines), rows[:, _PROMPT:, None]
             own = -logits.double().log_softmax(-1).gather(-1, tokens).mean()
             found = Record(self.name, name, perplexity=own.exp().item())
             if expected is None:
@@ -226,11 +239,11 @@ class _Text:
                 yield found
                 continue
             drift = Drift.between(expected, logits)
-            yield replace(found, kl=drift.kl, same_top=drift.same_top, note=_note(model))
+            yield replace(found, kl=drift.kl, same_top=drift.same_top, note=_note(model, lines))
 
 
-def _logits(model: nn.Module, prompts: Tensor, tokens: Tensor) -> Tensor:
-    lines = _LINES_AT_A_TIME.get(prompts.device.type, 1)
+def _logits(model: nn.Module, prompts: Tensor, tokens: Tensor, lines: int) -> Tensor:
+    """Logits for `tokens` after `prompts`, by calls with so many lines."""
     with torch.no_grad():
         parts = [
             forced_logits(model, {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}, forced)
@@ -239,18 +252,15 @@ def _logits(model: nn.Module, prompts: Tensor, tokens: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _quantised_bytes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of a fused model's quantised weights, and of the weights that they were quantised from."""
-    generate = fused_generate(model)
-    weights = None if generate is None else generate.checked.low_bit
-    return (0, 0) if weights is None else (weights.quantised_bytes, weights.unquantised_bytes)
-
-
-def _note(model: nn.Module) -> str | None:
-    """Why the last call of a fused model did not do what its config asks for; None if it did."""
+def _note(model: nn.Module, rows: int) -> str | None:
+    """What the last call of a fused model, of `rows` rows, did otherwise than its config asks for; None if nothing."""
     generate: Any = model.generate
     if not isinstance(generate, FusedGenerate):
         return None
     if generate.calls[-1].tier is Tier.STOCK:
         return f"transformers decoded: {generate.calls[-1].reason}"
-    return "no weights were quantised" if generate.options.weights is not None and not generate.quantised else None
+    if generate.options.weights is not None and not generate.quantised:
+        return "no weights were quantised"
+    low_bit = generate.checked.low_bit
+    most = None if low_bit is None else low_bit.most_rows
+    return None if most is None or rows <= most else f"some products of more than {most} rows read unquantised weights"

@@ -1,5 +1,6 @@
 """bench generate: each row as a first token and as all of them, stock beside fuseopt and the static cache."""
 
+import contextlib
 import functools
 import json
 import subprocess
@@ -16,7 +17,7 @@ from fuseopt.bench.suites import first_call, generate
 from fuseopt.bench.suites.first_call import FirstCall
 from fuseopt.bench.suites.generate import CONFIGS, STATIC, Row
 from fuseopt.cli import main
-from fuseopt.errors import ConfigError
+from fuseopt.errors import CompileError, ConfigError
 from fuseopt.generation.generate import FusedGenerate
 from fuseopt.models import COMMON, GPT2, T5
 from fuseopt.modules.base import full_name
@@ -101,6 +102,19 @@ def test_rows_may_have_a_dtype_of_their_own():
     assert generate._case(given, torch.bfloat16, CPU, {}).whole.model().dtype == torch.float64
 
 
+def test_plans_tell_the_first_token_from_all_tokens(monkeypatch, tmp_path):
+    monkeypatch.setenv("FUSEOPT_MEASURED", "1")
+    monkeypatch.setattr("fuseopt.runtime.measured_files.library_cache.folder", lambda: tmp_path / "cache")
+    model = Row("gpt2-tiny", 1, prompt=4, new=3)
+    generate.run(device=CPU, rows=[model], configs={"generation": {"generation": {"enable": True}}})
+    stock = generate._case(model, torch.float32, CPU, {}).whole.model()
+    expected = fuseopt.plan(stock, {"generation": {"enable": True}}).expected
+    assert [line.partition("; ")[2].rpartition("; ")[0] for line in expected] == [
+        "a token of gpt2-tiny generate, 1 x (4 + 3), greedy, float32",
+        "the first token alone, a token of gpt2-tiny generate, 1 x (4 + 3), greedy, float32",
+    ]
+
+
 def test_every_family_with_a_decode_step_has_a_row():
     """GPT-2 and T5 have rows of their own."""
     with_step = {name for policy in (GPT2, T5, COMMON) for name in policy.decode_steps}
@@ -128,6 +142,16 @@ def test_a_static_cache_that_compiles_too_long_is_a_row_that_says_so(monkeypatch
     assert [record.note for record in results.rows] == [None, "not finished in 0.1 s"]
     time.sleep(0.2)  # no signal arrives after a call that is done in time
     assert workloads.limited(lambda model: torch.ones(1), 0.1)(None) == 1
+
+
+def test_a_tuner_that_ignores_exceptions_is_stopped_too():
+    def tune(model):
+        with contextlib.suppress(Exception):
+            time.sleep(9)
+        return "tuned"
+
+    with pytest.raises(CompileError, match="not finished in"):
+        workloads.limited(tune, 0.1)(None)
 
 
 def test_every_sampled_default_row_has_a_greedy_one():

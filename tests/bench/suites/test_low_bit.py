@@ -16,6 +16,9 @@ from fuseopt.bench.harness.generate_rows import Row
 from fuseopt.bench.suites import low_bit
 from fuseopt.bench.suites.demo import default_checkpoints
 from fuseopt.cli import main
+from fuseopt.generation.engine.layers import Linear
+from fuseopt.generation.engine.low_bit import LowBitChoice, LowBitWeights
+from fuseopt.ops import quantize
 
 CPU = torch.device("cpu")
 SIZES = {"prompt": 5, "new": 3}
@@ -37,8 +40,8 @@ def torchao(monkeypatch):
 
     library = types.ModuleType("torchao.quantization")
     library.quantize_ = quantize_
-    library.Int8WeightOnlyConfig = lambda: "int8"
-    library.Int4WeightOnlyConfig = lambda group_size: "unsupported"
+    library.Int8WeightOnlyConfig = lambda set_inductor_config: "int8"
+    library.Int4WeightOnlyConfig = lambda group_size, set_inductor_config: "unsupported"
     package = types.ModuleType("torchao")
     package.__spec__ = object()
     monkeypatch.setitem(sys.modules, "torchao", package)
@@ -77,6 +80,13 @@ def test_a_model_is_timed_in_each_way(torchao, monkeypatch):
     assert theirs.milliseconds and theirs.weights_mib > mib and theirs.of_floor is None
     assert "lm_head" in torchao and not any(path.startswith("encoder.") for path in torchao)
     assert missing.note == "torchao cannot quantise the model: Requires mslk >= 1.0.0" and not missing.failed
+
+
+def test_a_model_without_layers_for_torchao_is_said(torchao):
+    model = Row("gpt2-tiny", 1).random_model(CPU, torch.float32)
+    reason = "torchao quantises no layer: none is a torch.nn.Linear with inputs in whole groups of 128"
+    assert torchao_weights.quantised(model, 4) == reason and not torchao
+    assert isinstance(torchao_weights.quantised(model, 8), nn.Module) and list(torchao) == ["lm_head"]
 
 
 def test_a_checkpoint_predicts_texts(monkeypatch):
@@ -150,6 +160,26 @@ def test_weights_that_are_not_quantised_are_said(monkeypatch):
     assert of(results, "limited").note.startswith("transformers decoded: ")
 
 
+def test_rows_that_read_unquantised_weights_are_said(monkeypatch):
+    """As on a GPU, where products of many rows read the Parameters."""
+    monkeypatch.setattr(low_bit, "TORCHAO", {})
+    monkeypatch.setattr(LowBitWeights, "most_rows", 3)
+    rows = [Row("gpt2-tiny", batch, **SIZES) for batch in (3, 4)]
+    few, many = (row for row in low_bit.run(device=CPU, rows=rows, configs=INT8).rows if row.variant != "stock")
+    assert few.note is None and many.note == "some products of more than 3 rows read unquantised weights"
+
+
+def test_products_of_more_rows_than_quantised_weights_take_save_nothing():
+    weight = quantize(torch.randn(32, 64), bits=8)
+    layers = [Linear((torch.randn(32, 64),), low_bit=(weight,), has_unquantised=has) for has in (True, False)]
+    for layer in layers:
+        vars(layer)["most_low_bit_rows"] = 3
+    weights = LowBitWeights(None)
+    weights._choice = LowBitChoice(layers, (), {})
+    saved = 32 * 64 * 4 - weight.nbytes
+    assert [weights.saved_bytes(rows) for rows in (3, 4)] == [2 * saved, saved]
+
+
 def test_the_command_line_makes_the_rows(monkeypatch, capsys, tmp_path):
     seen = []
     monkeypatch.setattr(low_bit, "run", lambda **given: seen.append(given) or low_bit.Results.measured_here("", []))
@@ -169,7 +199,13 @@ def test_a_static_cache_is_compiled(torchao, monkeypatch):
     from fuseopt.bench.harness import generate_rows
 
     compiled = []
-    monkeypatch.setattr(generate_rows, "_CPU_COMPILER", lambda graph, inputs: compiled.append(graph) or graph)
+
+    def compiler(graph, inputs):
+        compiled.append(torch._inductor.config.coordinate_descent_tuning)
+        return graph
+
+    monkeypatch.setattr(generate_rows, "_CPU_COMPILER", compiler)
     results = low_bit.run(device=CPU, rows=[Row("gpt2-tiny", 1, **SIZES)], configs={}, compile=True)
-    assert compiled and of(results, low_bit.STATIC).difference == "tokens equal"
-    assert of(results, f"torchao int8 weights, {low_bit.STATIC}").milliseconds
+    assert compiled == [False, True] and of(results, low_bit.STATIC).difference == "tokens equal"
+    timed = [row.variant for row in results.rows if row.milliseconds]
+    assert timed == ["stock", low_bit.STATIC, f"torchao int8 weights, {low_bit.STATIC}"]
