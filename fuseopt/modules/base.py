@@ -30,8 +30,9 @@ class FusedModule(nn.Module):
     `load_state_dict(assign=True)`, a hook, an adapter on a child) changes both, and restoring the source copies
     nothing. deepcopy and pickle copy both together.
 
-    The drop-in's class inherits from the fused class and from the source's class, and has the latter's name. So code
-    that selects modules by class treats it as the source: optimizers, `_init_weights`, `reset_parameters`, adapters.
+    The drop-in's class inherits from the fused class and from the source's class, and has the latter's name and module.
+    So code that selects modules by class treats it as the source: optimizers, `_init_weights`, `reset_parameters`,
+    adapters, torch.fx.
     Its `repr` shows the fused class and the source's `extra_repr`.
 
     Attributes:
@@ -132,7 +133,7 @@ def _new(fused: type[FusedModule], source: type[nn.Module]) -> FusedModule:
     if cls is None:
         body = {
             "__doc__": fused.__doc__,
-            "__module__": fused.__module__,
+            "__module__": source.__module__,
             "__qualname__": f"{fused.__qualname__}[{source.__name__}]",
             "_fused_class": fused,
             "_source_class": source,
