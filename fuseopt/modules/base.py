@@ -84,7 +84,7 @@ class FusedModule(nn.Module):
         """
         shared = ((name, value) for name, value in one.__dict__.items() if name not in self._own)
         return {
-            name: getattr(type(other), name).__get__(other) if _is_own_method(one, name) else value
+            name: getattr(type(other), name).__get__(other) if is_own_method(one, name) else value
             for name, value in shared
         }
 
@@ -94,7 +94,7 @@ class FusedModule(nn.Module):
             and name not in self._own
             and hasattr(type(one), name)
             and value is not other.__dict__.get(name)
-            and not _is_own_method(one, name)
+            and not is_own_method(one, name)
             for name, value in one.__dict__.items()
         )
 
@@ -212,7 +212,7 @@ def is_drop_in(module: nn.Module) -> bool:
     return _is_stand_in(type(module))
 
 
-def _is_own_method(module: nn.Module, name: str) -> bool:
+def is_own_method(module: nn.Module, name: str) -> bool:
     """Whether the instance attribute is just the class's own bound method, which accelerate leaves behind."""
     value = module.__dict__[name]
     return (
