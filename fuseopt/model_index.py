@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
+import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +18,11 @@ from fuseopt.models import full_name
 from fuseopt.module_paths import ModulePaths
 from fuseopt.modules.base import has_hooks
 from fuseopt.ops import backends
+
+_LAST_TRANSFORMERS = (5, 23)
+"""The last release whose models take the key-value cache as `past_key_values`."""
+_WITHOUT_CACHE = {"_get_logits_processor", "_loss_function"}
+"""Attributes of a model that no cache is passed to."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,25 @@ class Site:
     def module_path(self) -> str:
         """Path of the module that is replaced, or whose attribute is set; "" for the model itself."""
         return self.path if self.name in self.owner._modules else self.path.rpartition(".")[0]
+
+    @property
+    def renamed_cache_reason(self) -> str | None:
+        """Why nothing may be set here: a forward that takes its key-value cache as `cache`, as from transformers 5.24.
+
+        A replacement that reads `past_key_values` would run without the cache, and compute something else.
+        """
+        version = getattr(sys.modules.get("transformers"), "__version__", "0.0")
+        release = tuple(map(int, re.findall(r"\d+", version)[:2]))
+        if release <= _LAST_TRANSFORMERS or self.name in _WITHOUT_CACHE:
+            return None
+        module = self.owner._modules.get(self.name) or self.owner
+        if "cache" not in inspect.signature(type(module).forward).parameters:
+            return None
+        major, minor = _LAST_TRANSFORMERS
+        return (
+            f"transformers {version} passes the key-value cache as `cache`, and fuseopt reads `past_key_values`, as in "
+            f"transformers up to {major}.{minor} (fix: pip install 'transformers<{major}.{minor + 1}')"
+        )
 
 
 @dataclass(frozen=True)

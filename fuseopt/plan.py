@@ -38,6 +38,7 @@ class Replacement:
         requires: sites that the same request must have been given, or the target would do nothing.
         op: name of the op that the target calls; None if there is no choice of backends.
         wanted: the backend that the target passes to `op` in every call, such as "auto".
+        notes: parts of `reason` that are printed without `verbose` too, such as which weights are quantised.
     """
 
     sites: tuple[Site, ...]
@@ -54,6 +55,7 @@ class Replacement:
     requires: tuple[Site, ...] = ()
     op: str | None = None
     wanted: str = "auto"
+    notes: tuple[str, ...] = ()
 
 
 class RaisedReason(str):
@@ -146,6 +148,11 @@ class Plan(Tabled):
     def to_dict(self) -> dict[str, Any]:
         return {**to_json_types(self.title, self, self.config), "expected": list(self.expected)}
 
+    def _notes(self) -> Iterator[str]:
+        if not self.verbose:  # then they are among the reasons
+            yield from (f"{r.sites[0].name}(): {note}" for r in self.replacements for note in r.notes)
+        yield from super()._notes()
+
     def check_strict(self) -> None:
         """Raises PlanError if something asked for by name will not be done, or not by the backend asked for.
 
@@ -177,7 +184,8 @@ def build_plan(model: nn.Module, config: Config, strategies: Sequence[Strategy])
             if isinstance(proposal, Skip):
                 skips.append(proposal)
                 continue
-            left_out = _left_out_reason(fusion, strategy, proposal)
+            renamed = next(filter(None, (site.renamed_cache_reason for site in proposal.sites)), None)
+            left_out = renamed or _left_out_reason(fusion, strategy, proposal)
             if left_out is not None:
                 skips.append(_skip(proposal, left_out))
                 continue
@@ -207,7 +215,11 @@ def build_plan(model: nn.Module, config: Config, strategies: Sequence[Strategy])
         for strategy, name in requested
         if (strategy, name) not in of_preset | covered and not _is_met(name, strategy, replacements)
     ]
-    patterns = fusion.paths.unmatched(("", *(site.path for c in index.candidates for site in c.sites)))
+    paths = ("", *(site.path for c in index.candidates for site in c.sites))
+    patterns = [*fusion.paths.unmatched(paths)]
+    generation = config.generation
+    if generation is not None and generation.enable and generation.weights is not None:
+        patterns += generation.weights.paths.unmatched(paths, "generation.weights")
     return Plan(
         model_class=type(model).__name__,
         policy=policy.name,

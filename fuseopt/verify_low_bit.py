@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,11 +62,13 @@ class LowBitVerification:
         steps: logits of generate() against a stock model with the dequantised weights.
         rounding: the largest error of the quantised weights, see `rounding_error`.
         drift: of the steps' distributions from those of the unquantised model.
+        shortened: what the steps continued if not the whole prompt, in words.
     """
 
     steps: Comparison
     rounding: float
     drift: Drift
+    shortened: str = ""
 
     @property
     def problem(self) -> str | None:
@@ -78,8 +80,9 @@ class LowBitVerification:
         return None
 
     def __str__(self) -> str:
+        shortened = f"  steps compared on {self.shortened}\n" if self.shortened else ""
         return (
-            f"  steps with the dequantised weights, error against float64: {self.steps}\n"
+            f"{shortened}  steps with the dequantised weights, error against float64: {self.steps}\n"
             f"  quantised weights: off by {self.rounding:.2f} half steps at most, allowed "
             f"{MOST_HALF_STEPS}\n"
             f"  what quantising changes: {self.drift}"
@@ -95,12 +98,16 @@ class StepRun:
         logits: [rows, new, vocab].
         modules: the quantised layers.
         not_compared: why the logits cannot be compared, since not only quantised weights made them; None if they can.
+        prompt: keyword arguments of that `generate()`.
+        shortened: what `prompt` is of the user's prompt, in words; "" if it is all.
     """
 
     tokens: Tensor
     logits: Tensor
     modules: Sequence[QuantisedModule]
     not_compared: str | None
+    prompt: Mapping[str, Any] = field(default_factory=dict)
+    shortened: str = ""
 
 
 def fused_generate(model: nn.Module) -> FusedGenerate | None:
@@ -115,6 +122,8 @@ def step_run(
 ) -> StepRun:
     """Runs a greedy `generate()` of the fused model.
 
+    If products with as many rows as the prompt has read the unquantised weights, it runs another one on a part of it.
+
     Args:
         generate: the model's FusedGenerate, with quantised weights.
         prompt: keyword arguments of `generate()`.
@@ -125,12 +134,42 @@ def step_run(
     low_bit = generate.checked.low_bit
     assert low_bit is not None
     lengths = {name: options[name] for name in _LENGTHS if name in options}
-    tokens, logits = greedy(model, prompt, lengths or {"max_new_tokens": DEFAULT_TOKENS})
+    lengths = lengths or {"max_new_tokens": DEFAULT_TOKENS}
+    tokens, logits = greedy(model, prompt, lengths)
+    prompt, shortened = _shortened(generate, prompt)
+    if shortened:
+        tokens, logits = greedy(model, prompt, lengths)
     call = generate.calls[-1]
     reason = call.reason if call.tier.value == "T2" else UNQUANTISED_PROMPT if call.unquantised_prompt else None
     if generate.cache_dtype:
         reason = f"keys and values are in {generate.cache_dtype}"
-    return StepRun(tokens, logits, tuple(low_bit.modules()), reason)
+    return StepRun(tokens, logits, tuple(low_bit.modules()), reason, prompt, shortened)
+
+
+def _shortened(generate: FusedGenerate, prompt: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The part of `prompt` that is small enough for all products to read quantised weights, and what it is in words.
+
+    That is "" if all of it is small enough, or it has other tensors than token ids and their mask.
+    """
+    from fuseopt.generation.prompt.prefill import reads_unquantised
+
+    checked = generate.checked
+    most = checked.step.most_quantised_rows if checked.is_built else None
+    if most is None or not {"input_ids"} <= prompt.keys() <= {"input_ids", "attention_mask"}:
+        return prompt, ""
+    rows, length = prompt["input_ids"].shape
+    kept_rows, kept = min(rows, most), length
+    if not checked.step.shape.encoder_width:
+        kept = min(length, most // kept_rows)
+        while reads_unquantised(checked.step, checked.graphs, kept_rows, kept):
+            kept -= 1
+    if (kept_rows, kept) == (rows, length):
+        return prompt, ""
+    part = {name: values[:kept_rows, length - kept :] for name, values in prompt.items()}
+    return part, (
+        f"the last {kept} of {length} tokens of {kept_rows} of {rows} prompts: products of more than {most} rows read "
+        "the unquantised weights"
+    )
 
 
 def greedy(

@@ -110,6 +110,18 @@ def test_what_acts_on_the_whole_model_is_at_the_empty_path():
     assert set(replaced(model, {**fusion, "only": ["transformer.*"]}, **generation).values()) == {"FusedGenerate"}
 
 
+def test_a_pattern_of_weights_that_names_nothing_is_not_done_and_an_error_under_strict():
+    model = tiny.decoder("llama")
+    config = {"generation": {"weights": {"bits": 8, "exclude": ["lm_haed"]}}}
+    message = "generation.weights.exclude: 'lm_haed' matches no module of the model; did you mean 'lm_head'?"
+    assert fuseopt.plan(model, config).unmet == (message,)
+    with pytest.raises(PlanError, match="'lm_haed'"):
+        fuseopt.initialize(model, config, strict=True)
+    with pytest.warns(UserWarning, match="'lm_haed' matches no module"):
+        fuseopt.initialize(model, config)
+    assert not fuseopt.plan(model, {"generation": {"weights": {"bits": 8, "exclude": ["lm_head"]}}}).unmet
+
+
 def test_a_pattern_that_names_nothing_is_not_done_and_an_error_under_strict():
     model = tiny.t5()
     config = {"preset": "inference", "kernel_fusion": {"exclude": ["encodr.*", "decoder.*"]}}

@@ -63,7 +63,7 @@ def test_a_slightly_wrong_kernel_fails(gpt2, inputs, monkeypatch):
     assert found.fused_error > found.tolerance > found.stock_error
     assert found.difference == pytest.approx(found.fused_error, rel=0.1)
     assert found.tokens_agree is None
-    assert "FAILED" in str(found)
+    assert str(found).startswith(f"verify: FAILED ({found.problem}), ") and found.problem.startswith("logits: error ")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fuseopt.runtime.announcements import bar_class, is_bar_disabled
+from fuseopt.runtime import announcements
 
 _FORMAT = "{desc} {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} s{postfix}"
 
@@ -27,9 +27,6 @@ def quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-@contextmanager
-def bar(time_limit: float) -> Iterator[Any]:
-    """A tqdm bar of seconds, where `is_bar_disabled` does not say otherwise."""
-    options: dict[str, Any] = {"bar_format": _FORMAT, "leave": False, "disable": is_bar_disabled()}
-    with bar_class()(desc="fuseopt auto", total=time_limit, **options) as shown:
-        yield shown
+def bar(time_limit: float) -> Any:
+    """A bar of seconds."""
+    return announcements.bar("fuseopt auto", total=time_limit, bar_format=_FORMAT)

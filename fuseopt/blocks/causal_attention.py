@@ -12,7 +12,7 @@ from fuseopt import ops
 from fuseopt.blocks.attention_functions import sdpa_attention_function
 from fuseopt.modules.base import source_class
 from fuseopt.ops.philox import draw_seed
-from fuseopt.runtime.references import weak_attribute
+from fuseopt.runtime.references import code_of_forward, weak_attribute
 
 
 class CausalStackForward:
@@ -28,6 +28,7 @@ class CausalStackForward:
     """
 
     stack = weak_attribute("stack")
+    __code__ = code_of_forward("stack")
 
     def __init__(self, stack: nn.Module) -> None:
         self.stack = stack

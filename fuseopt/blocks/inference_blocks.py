@@ -15,7 +15,7 @@ from fuseopt.modules.base import BlockForward
 from fuseopt.modules.children import Children, unexpected_modules
 from fuseopt.ops.tuned_matmul import ACTIVATIONS, is_fast
 from fuseopt.runtime.module_watch import ModuleSnapshot, modules_below
-from fuseopt.runtime.references import refer, weak_attribute
+from fuseopt.runtime.references import code_of_forward, refer, weak_attribute
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -142,6 +142,7 @@ class StackForward:
     """
 
     stack = weak_attribute("stack")
+    __code__ = code_of_forward("stack")
     class_forward: ClassVar[type[Any]]
     """Called with a stack, makes the class's own forward, which also passes masks to the attentions."""
     tensors: frozenset[str] = frozenset()

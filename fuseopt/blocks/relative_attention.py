@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fuseopt import ops
 from fuseopt.modules.base import FusedModule, source_class
 from fuseopt.ops.philox import draw_seed
-from fuseopt.runtime.references import weak_attribute
+from fuseopt.runtime.references import code_of_forward, weak_attribute
 
 _IMPLEMENTATIONS = ("eager", "sdpa")
 
@@ -38,6 +38,7 @@ class RelativeStackForward:
     """
 
     stack = weak_attribute("stack")
+    __code__ = code_of_forward("stack")
 
     def __init__(self, stack: nn.Module) -> None:
         self.stack, self._classes = stack, _classes_inside(stack)

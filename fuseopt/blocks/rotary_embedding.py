@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fuseopt import ops
 from fuseopt.blocks.attention_functions import attention_function
-from fuseopt.runtime.references import weak_attribute
+from fuseopt.runtime.references import code_of_forward, weak_attribute
 
 
 class RotaryAttentionForward:
@@ -36,6 +36,7 @@ class RotaryAttentionForward:
     """
 
     attention = weak_attribute("attention")
+    __code__ = code_of_forward("attention")
 
     def __init__(
         self,

@@ -57,6 +57,7 @@ class Kernel:
         in_eager: for a kernel that "auto" takes in eager calls only, as torch.compile writes the same kernel from the
             function: asked before `supports`, and where it refuses, `supports` is not called.
         raw: the overload that `function` calls, if a library has registered it with the op's schema.
+        launches: csrc/python -> a `Launches` that runs calls in place of `function`, or None.
         name: in messages.
     """
 
@@ -66,6 +67,7 @@ class Kernel:
     missing: str | None = None
     in_eager: Callable | None = None
     raw: OpOverload | None = None
+    launches: Callable[[Any], Any] | None = None
     name: str = ""
 
     def compute(self, arguments: Sequence[Any]) -> Any:

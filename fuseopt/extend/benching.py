@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fuseopt.build.library_cache import CacheError
-from fuseopt.errors import OpError
+from fuseopt.config_checks import nearest
+from fuseopt.errors import OpError, shown
 from fuseopt.extend import measured
 from fuseopt.extend.inputs import by_table, resized
 from fuseopt.extend.signature import tensors_of
@@ -35,6 +36,14 @@ def bench(
 ) -> Any:
     """See `Op.bench`."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise OpError(f"{op.name}: device {str(where)!r}, but torch sees no CUDA device; pass device='cpu'")
+    # By name: benchmarks stand above this package, which imports nothing of them.
+    suite = importlib.import_module("fuseopt.bench.suites.ops")
+    for name in dtypes:
+        if name not in suite.DTYPES:
+            hint = nearest(str(name), suite.DTYPES)
+            raise OpError(f"{op.name}: no dtype {shown(name)}; {hint}known: {', '.join(suite.DTYPES)}")
     first = next(tensors_of(next(op.sample_arguments(torch.device("meta"), torch.float32))))
     given = [shapes] if isinstance(shapes, str) else shapes or [first.shape]
     named = tuple(shape if isinstance(shape, str) else "x".join(map(str, shape)) for shape in given)
@@ -60,8 +69,6 @@ def bench(
     registry.unregister(op.name)
     registry.register(dataclasses.replace(entry, benchmarks=(benchmark,)))
     try:
-        # By name: benchmarks stand above this package, which imports nothing of them.
-        suite = importlib.import_module("fuseopt.bench.suites.ops")
         results = suite.run(device=where, ops=[op.name], dtypes=dtypes, shapes=["all"], compile=compile)
     finally:
         registry.unregister(op.name)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fuseopt.errors import shown
 from fuseopt.extend.signature import kind_of
 
 # A kernel may be this many times as far from float64 as the reference in the same dtype is, and some roundings beside.
 # In half types these are few: 16 roundings of bfloat16 would be 12% of a value.
 _LENIENCE, _ROUNDINGS, _HALF_ROUNDINGS = 4, 16, 2
+
+# Frames of these packages, and of code without a file, are not the user's.
+_TORCH = Path(torch.__file__).parent
+_OTHERS = ("<", *map(str, (Path(__file__).parents[1], _TORCH, _TORCH.parent / "triton")))
 
 
 @dataclass(frozen=True)
@@ -99,9 +108,24 @@ def with_strides(tensor: Tensor) -> str:
     return f"{kind_of(tensor)} with strides {tensor.stride()}"
 
 
-def layout(tensor: Tensor) -> str:
-    """A tensor's shape, and its strides where it is not contiguous."""
-    return f"{tuple(tensor.shape)}" + ("" if tensor.is_contiguous() else f" with strides {tensor.stride()}")
+def described(arguments: Iterable[Any]) -> str:
+    """Arguments in short: of a tensor its shape, and its strides where it is not contiguous."""
+    return ", ".join(map(_described, arguments))
+
+
+def _described(argument: Any) -> str:
+    if isinstance(argument, (list, tuple)):
+        return f"[{described(argument)}]"
+    if not isinstance(argument, Tensor):
+        return shown(argument)
+    return f"{tuple(argument.shape)}" + ("" if argument.is_contiguous() else f" with strides {argument.stride()}")
+
+
+def place_of(error: BaseException) -> str:
+    """The file and line, in parentheses, of the user's code that an error comes from; "" if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_OTHERS)]
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
 
 
 def first_line(error: object) -> str:

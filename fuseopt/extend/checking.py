@@ -12,7 +12,17 @@ from torch.autograd.gradcheck import GradcheckError
 
 from fuseopt.errors import OpError
 from fuseopt.extend.backends import PLAIN, REFERENCE, compiling_with
-from fuseopt.extend.check_report import CheckReport, Row, Wrong, check_close, first_line, is_same, layout, with_strides
+from fuseopt.extend.check_report import (
+    CheckReport,
+    Row,
+    Wrong,
+    check_close,
+    described,
+    first_line,
+    is_same,
+    place_of,
+    with_strides,
+)
 from fuseopt.extend.inputs import Arguments, copied, resized, to_dtype, variants
 from fuseopt.extend.own_op import Op
 from fuseopt.extend.signature import arguments_of, as_results, kind_of, tensors_of, with_tensors
@@ -75,6 +85,7 @@ class _Checks:
     ) -> None:
         self.op, self.backend, self.device, self.samples, self.same_bits = op, backend, device, samples, same_bits
         self.first = next(iter(samples.values()))[0]
+        self.called_with: Sequence[Any] = ()
         self.optional = [argument.startswith("Tensor?") for argument in arguments_of(op.signature.schema)]
 
     def rows(self) -> Iterator[Row]:
@@ -107,13 +118,17 @@ class _Checks:
         except Wrong as error:
             return Row(self.backend, name, "FAIL", str(error))
         except Exception as error:  # whatever a user's kernel raises is a finding
-            return Row(self.backend, name, "FAIL", f"{type(error).__name__}: {first_line(error)}")
+            hint = "" if self.backend in PLAIN else "; if the kernel is not for these, refuse them in `supports`"
+            detail = f"{type(error).__name__}: {first_line(error)}{place_of(error)}"
+            return Row(self.backend, name, "FAIL", f"{detail}, called with {described(self.called_with)}{hint}")
 
     def _call(self, arguments: Sequence[Any]) -> Any:
+        self.called_with = arguments
         return self.op(*arguments, backend=self.backend)
 
     def _takes(self, arguments: Sequence[Any]) -> str | None:
         """Why the backend's `supports` refuses the call; None if it takes it."""
+        self.called_with = arguments
         return self.op.calls.refusal(self.backend, arguments)
 
     def _values(self, kind: str, dtype: torch.dtype) -> str:
@@ -137,7 +152,7 @@ class _Checks:
     def _compare(self, arguments: Arguments, wanted: Sequence[Tensor]) -> None:
         own = as_results(self.op.function(*arguments))
         given = as_results(self._call(arguments))
-        shapes = ", ".join(map(layout, tensors_of(arguments)))
+        shapes = described(arguments)
         for place, (found, reference, exact) in enumerate(zip(given, own, wanted, strict=True)):
             which = f"result {place}" if len(given) > 1 else "the result"
             if (found.shape, found.dtype) != (reference.shape, reference.dtype):
@@ -180,10 +195,17 @@ class _Checks:
         found = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, retain_graph=True)
         own = self._gradients_of_function(arguments, cotangents)
         exact = self._gradients_of_function(to_dtype(arguments, torch.float64, "cpu"), cotangents)
-        for place, (one, reference, precise) in enumerate(zip(found, own, exact, strict=True)):
+        for name, one, reference, precise in zip(self._varied_names(arguments), found, own, exact, strict=True):
             if one is None:
                 one = torch.zeros_like(reference)
-            check_close(one, reference, precise, f"the gradient of tensor {place} ({kind})")
+            check_close(one, reference, precise, f"the gradient of {name} ({kind})")
+
+    def _varied_names(self, arguments: Arguments) -> Iterator[str]:
+        """The names of the floating point tensors, in order; those of a list with their index."""
+        for name, argument in zip(self.op.signature.names, arguments, strict=True):
+            for place, tensor in enumerate(tensors_of([argument])):
+                if tensor.is_floating_point():
+                    yield name if isinstance(argument, Tensor) else f"{name}[{place}]"
 
     def _gradients_of_function(self, arguments: Arguments, cotangents: Sequence[Tensor]) -> list[Tensor]:
         given, inputs = self._differentiable(arguments)

@@ -48,7 +48,6 @@ class EagerCalls:
         self._direct: dict[Kernel, tuple[Any, ...]] = {}
         self._listed: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         self.direct: tuple[Any, ...] | None = None
-        self._run_directly: Any = None
 
     @functools.cached_property
     def digest(self) -> str:
@@ -134,9 +133,13 @@ class EagerCalls:
         """A kernel's results for plain tensors, as they are promised."""
         if torch._C._is_any_autocast_enabled():
             with without_autocast_for(arguments):
-                return self.finished(kernel, kernel.compute(arguments), arguments)
-        if kernel in self._direct:
-            return self._run_directly(self, self._direct[kernel], arguments)
+                return self._run(kernel, arguments)
+        return self._run(kernel, arguments)
+
+    def _run(self, kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
+        library = loader.python_library()
+        if library is not None:
+            return library.run_own(self, self._described(kernel, library), arguments)
         return self.finished(kernel, kernel.compute(arguments), arguments)
 
     def finished(self, kernel: Kernel, output: Any, arguments: Sequence[Any]) -> Any:
@@ -185,23 +188,30 @@ class EagerCalls:
         listed = self._listed[_DEVICES.index(device)]
         if library is None or backend in listed:
             return
-        results = self.op.signature.results or 0
-        for kernel in self.order(backend, device)[0]:
-            raw = None
-            if kernel.raw is not None:
-                raw = library.DirectCalls(kernel.function)
+        listed[backend] = tuple(self._described(kernel, library) for kernel in self.order(backend, device)[0])
+        signature = self.op.signature
+        self.direct = self, signature.names, dict(signature.defaults), signature.numbers, *self._listed
+        self.op.called_by(library)
+
+    def _described(self, kernel: Kernel, library: Any) -> tuple[Any, ...]:
+        """A kernel as csrc/python/own_ops.h describes it."""
+        found = self._direct.get(kernel)
+        if found is None:
+            direct = None
+            if kernel.launches is not None:
+                direct = kernel.launches(library)
+            elif kernel.raw is not None:
+                direct = library.DirectCalls(kernel.function)
                 try:
-                    raw.settle("", device, kernel.raw._schema.name, kernel.raw._schema.overload_name)
+                    direct.settle("", kernel.backend, kernel.raw._schema.name, kernel.raw._schema.overload_name)
                 except RuntimeError:  # a schema with other types than DirectCalls reads
-                    raw = None
+                    direct = None
             gradient: Any = self._gradient(kernel)
             if gradient is not None and self._is_flat:
                 differentiated = functools.partial(gradients.gradients, self.op, kernel.backend)
                 reads_results = self.op.formula(kernel.backend) is not None
                 gradient = differentiated, reads_results, functools.partial(gradients.as_python_node, self.op, kernel)
-            self._direct[kernel] = (kernel, kernel.function, raw, kernel.supports, results, gradient, kernel.name)
-        listed[backend] = tuple(self._direct[kernel] for kernel in self.order(backend, device)[0])
-        self._run_directly = library.run_own
-        signature = self.op.signature
-        self.direct = self, signature.names, dict(signature.defaults), signature.numbers, *self._listed
-        self.op.called_by(library)
+            results = self.op.signature.results or 0
+            found = (kernel, kernel.function, direct, kernel.supports, results, gradient, kernel.name)
+            self._direct[kernel] = found
+        return found

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from fuseopt.build import loader
 from fuseopt.errors import OpError
 from fuseopt.extend import cpu_expression
 from fuseopt.extend.backends import Kernel
 from fuseopt.extend.expression import computed, inputs_of, operations, parse
+from fuseopt.extend.launches import Plan, as_list, launches_by
 from fuseopt.extend.own_op import Op
 from fuseopt.extend.signature import check_name
 from fuseopt.ops.library import TRITON_INTERPRETED, compute_dtype
@@ -75,7 +77,7 @@ def elementwise(name: str, expression: str, scalars: Sequence[str] = (), *, redu
 
     op = Op(name, _annotated(name, expression, compute, tensors, scalars))
     kernels = _Kernels(expression, tuple(tensors), tuple(scalars), reduce_grad)
-    op.kernel("triton", supports=kernels.takes)(kernels.forward)
+    op.add_kernel(Kernel("triton", kernels.forward, kernels.takes, launches=kernels.launches))
     op.backward("triton")(kernels.backward)
     compiled = _CppKernels(name, expression, tuple(tensors), tuple(scalars), reduce_grad)
     op.add_kernel(Kernel("cpu", compiled.forward, compiled.takes, in_eager=compiled.is_worth_it, raw=compiled.raw))
@@ -141,11 +143,27 @@ class _Kernels:
     def __init__(self, expression: str, tensors: tuple[str, ...], scalars: tuple[str, ...], reduce_grad: bool) -> None:
         self._description = (expression, tensors, scalars)
         self._tensors, self._reduce_grad = len(tensors), reduce_grad
+        self.takes = self._takes  # one object, by which csrc/python knows the predicate that a plan stands for
+        self._backward_launches: Any = None
 
     def _module(self) -> Any:
         from fuseopt.extend import triton_expression
 
         return triton_expression.kernels_of(*self._description)
+
+    def launches(self, library: Any, prepare: Callable[..., Plan | None] | None = None) -> Any:
+        """Launches by csrc/python of the forward, or of what `prepare` plans; None in Triton's interpreter."""
+        if TRITON_INTERPRETED:
+            return None
+        from fuseopt.extend import triton_expression
+
+        return launches_by(
+            library,
+            prepare or self._plan_forward,
+            supports=self.takes,
+            is_watched=triton_expression.has_launch_hooks,
+            as_floats=True,
+        )
 
     @functools.cached_property
     def _runs_here(self) -> bool:
@@ -155,19 +173,36 @@ class _Kernels:
             triton_expression.sources(*self._description).values()
         )
 
-    def takes(self, *arguments: Any) -> bool | str:
+    def _takes(self, *arguments: Any) -> bool | str:
         """For `supports`."""
-        other = next((t.dtype for t in arguments[: self._tensors] if t.dtype not in _TAKES), None)
+        tensors = arguments[: self._tensors]
+        other = next((t.dtype for t in tensors if t.dtype not in _TAKES), None)
         if other is not None:
             return f"takes float32, float16 and bfloat16, not {other}"
+        if any(tensor.device != tensors[0].device for tensor in tensors):
+            return "takes tensors of one device"
         return self._runs_here or "Triton's interpreter has no pow"
 
     def forward(self, *arguments: Any) -> Tensor:
         return self._module().forward(arguments[: self._tensors], arguments[self._tensors :])
 
+    def _plan_forward(self, *arguments: Any) -> Plan | None:
+        return self._module().plan_forward(arguments[: self._tensors], arguments[self._tensors :])
+
     def backward(self, inputs: Sequence[Any], output: Tensor, grad_output: Tensor) -> Sequence[Tensor]:
         tensors, scalars = inputs[: self._tensors], inputs[self._tensors :]
-        return self._module().backward(tensors, scalars, grad_output, self._reduce_grad)
+        grads: Any = NotImplemented
+        if self._backward_launches is None and (library := loader.python_library()) is not None:
+            self._backward_launches = self.launches(library, self._plan_backward)
+        if self._backward_launches is not None:
+            grads = self._backward_launches(grad_output, *inputs)
+        if grads is NotImplemented:
+            return self._module().backward(tensors, scalars, grad_output, self._reduce_grad)
+        return self._module().finished(tensors, grad_output, self._reduce_grad, as_list(grads))
+
+    def _plan_backward(self, grad_output: Tensor, *inputs: Any) -> Plan | None:
+        tensors, scalars = inputs[: self._tensors], inputs[self._tensors :]
+        return self._module().plan_backward(tensors, scalars, grad_output, self._reduce_grad)
 
 
 class _CppKernels:

@@ -6,12 +6,12 @@ A source is C++ against torch's stable ABI, with a function that has the op's na
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import hashlib
 import os
 import re
+import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -27,16 +27,31 @@ from fuseopt.build.compiler_messages import build_error
 from fuseopt.errors import NativeBuildError, OpError, shown
 from fuseopt.extend import nvrtc
 from fuseopt.extend.backends import Kernel
+from fuseopt.extend.launches import Plan, launches_by
 from fuseopt.extend.own_library import Missing, library_of
-from fuseopt.extend.signature import check_takes, tensors_of, with_tensors
+from fuseopt.extend.signature import arguments_of, check_takes, tensors_of, with_tensors
 
 if TYPE_CHECKING:
     from fuseopt.extend.own_op import Op
 
 Kind = Literal["cpu", "cuda"]
 Grid = Callable[..., Any]
-_INVALID_CONTEXT = 201  # of cuLaunchKernel
 _SUFFIX = {"cpu": ".cpp", "cuda": ".cu"}
+_CPP_TYPES = {"int": "int64_t", "SymInt": "int64_t", "float": "double", "str": "std::string"}
+_CPP_CHECKS = {
+    "int": "std::is_integral_v<std::tuple_element_t<{}, Given>>",
+    "SymInt": "std::is_integral_v<std::tuple_element_t<{}, Given>>",
+    "float": "std::is_same_v<std::tuple_element_t<{}, Given>, double>",
+    "bool": "std::is_same_v<std::tuple_element_t<{}, Given>, bool>",
+}
+_SIGNATURE = """#include <tuple>
+#include <type_traits>
+namespace fuseopt_signature {{
+template <class> struct Arguments;
+template <class R, class... A> struct Arguments<R(A...)> {{ using type = std::tuple<std::decay_t<A>...>; }};
+template <class R, class... A> struct Arguments<R(A...) noexcept> : Arguments<R(A...)> {{}};
+using Given = Arguments<decltype({function})>::type;
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +128,7 @@ def add(
                 assert grid is not None
                 loader.load_all(["python"])
                 bare = _BareKernel(op, kernel, cubin(source, kernel, _capability()), source.digest(), grid, block)
-                made = Kernel(kind, bare.run())
+                made = Kernel(kind, bare, launches=bare.launches)
             else:
                 overload = _from_library(op, kind, source)
                 made = Kernel(kind, overload._op, raw=overload)
@@ -145,27 +160,62 @@ def _capability() -> str:
 def _from_library(op: Op, kind: Kind, source: Source) -> OpOverload:
     recipe = toolchain.cpu_recipe() if kind == "cpu" else toolchain.cuda_recipe([_capability()])
     name = f"{op.name.partition('::')[2]}__native_{kind}_{source.digest()}"
-    torch.ops.load_library(build(op.name, name, kind, source, recipe))
+    torch.ops.load_library(build(op.name, name, kind, source, recipe, op.signature.schema))
     loader.load_all(["python"])  # by which the kernel is called sooner
     return op.define_native(name)
 
 
-def build(op: str, registered: str, kind: Kind, source: Source, recipe: toolchain.Recipe) -> Path:
+def declaration(function: str, schema: str) -> str:
+    """The C++ function that a schema asks for, as "Tensor scale(Tensor x, double factor)"."""
+    given = []
+    for argument in arguments_of(schema):
+        kind, _, name = argument.partition(" ")
+        is_optional, is_list = kind.endswith("?"), kind.rstrip("?").endswith("[]")
+        plain = kind.rstrip("?[]")
+        plain = _CPP_TYPES.get(plain, plain)
+        plain = f"std::vector<{plain}>" if is_list else plain
+        given.append(f"{f'std::optional<{plain}>' if is_optional else plain} {name}")
+    results = schema.rpartition("-> ")[2].strip("()").split(", ")
+    result = results[0] if len(results) == 1 else f"std::tuple<{', '.join(results)}>"
+    return f"{result} {function}({', '.join(given)})"
+
+
+def _signature_checks(op: str, function: str, schema: str) -> str:
+    """C++ that refuses a function with another number of arguments than the schema, or with other types of numbers.
+
+    torch would refuse the first in each call, and reinterpret the bits of the second.
+    """
+    wanted = f"{op} is called as: {declaration(function, schema)}"
+    kinds = [argument.partition(" ")[0] for argument in arguments_of(schema)]
+    checks = [f"std::tuple_size_v<Given> == {len(kinds)}"]
+    checks += [_CPP_CHECKS[kind].format(place) for place, kind in enumerate(kinds) if kind in _CPP_CHECKS]
+    return (
+        _SIGNATURE.format(function=function)
+        + "".join(f'static_assert({check}, "{wanted}");\n' for check in checks)
+        + "}\n"
+    )
+
+
+def build(op: str, registered: str, kind: Kind, source: Source, recipe: toolchain.Recipe, schema: str) -> Path:
     """The library of a source, built unless it is in the cache.
 
     Args:
         op: the op's name.
         registered: the name that its function has in `torch.ops`, in the op's namespace.
         recipe: for fuseopt's own library of that kind, whose flags are taken.
+        schema: the op's, which the function must fit.
 
     Raises:
+        OpError: the source has no function of the op's name.
         NativeBuildError: the compiler refuses the source; the message has its first error, with file and line.
         library_cache.CacheError: the cache folder must not be used.
     """
     namespace, _, function = op.partition("::")
+    if function not in source.text and not re.search(r'#\s*include\s+"(?!new_tensor\.h)', source.text):
+        raise OpError(f"{source.label} has no function {function!r}; define {declaration(function, schema)}")
     text = (
         f'{source.line_marker()}\n{source.text}\n#line 1 "registration of {op}"\n'
-        "#include <torch/csrc/stable/library.h>\n"
+        f"#include <torch/csrc/stable/library.h>\n{_signature_checks(op, function, schema)}"
         f"STABLE_TORCH_LIBRARY_IMPL({namespace}, {kind.upper()}, library) {{\n"
         f'  library.impl("{registered}", TORCH_BOX(&{function}));\n}}\n'
     )
@@ -252,24 +302,42 @@ class _BareKernel:
         self._on_device = on_device
         on_device(torch.cuda.current_device())  # raises now for code that the driver refuses
 
-    def run(self) -> Callable:
-        """The function that runs a call: of csrc/python, or of torch if that library is not built."""
-        library = loader.python_library()
-        if library is None:
-            return self
-        launch = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernel, ctypes.c_void_p).value
-        three = functools.partial(_three, self._op, "grid")
-        handle = functools.cache(lambda index: self._on_device(index).func.value)
-        stream = torch._C._cuda_getCurrentRawStream
-        known: dict[bytes, Any] = {}
-        kernel = (launch, self._block, self._grid, three, self._results, known, handle, stream, _failed)
-        run: Any = functools.partial(library.run_bare, kernel)
-        run.digest = self.digest
-        return run
+    def launches(self, library: Any) -> Any:
+        """Its launches by csrc/python."""
+        return launches_by(library, self._plan)
+
+    def _plan(self, *arguments: Any) -> Plan | None:
+        device, *others = {tensor.device for tensor in tensors_of(arguments)}
+        if others:
+            return None
+        results = self._results(arguments)
+        passed = [place for place, argument in enumerate(arguments) if argument is not None]
+        made = range(len(arguments), len(arguments) + len(results))
+        size = struct.pack("i", results[0][0].numel())
+        return Plan(
+            self._on_device(device.index).func.value,
+            (self._grid, functools.partial(_three, self._op, "grid")),
+            self._block,
+            0,
+            results,
+            [*passed, *made, size],
+            [place for place in passed if isinstance(arguments[place], Tensor)],
+        )
 
     def __call__(self, *arguments: Any) -> Any:
+        """A launch by torch.
+
+        Raises:
+            TypeError: an argument is no tensor and no number.
+            OverflowError: a number that does not fit into an int.
+            ValueError: the tensors are on different devices.
+        """
+        for argument in arguments:
+            _check_passed(argument)
         given = [argument.contiguous() if isinstance(argument, Tensor) else argument for argument in arguments]
-        device = next(tensors_of(given)).device
+        device, *others = {tensor.device for tensor in tensors_of(given)}
+        if others:
+            raise ValueError("the tensors of a bare kernel are on different devices")
         results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._results(arguments)]
         size = results[0].numel()
         if size:
@@ -285,12 +353,11 @@ class _BareKernel:
         return [(r.shape, r.dtype) for r in self._op.fake_results(with_tensors(arguments, meta))]
 
 
-def _failed(status: int, device: int, is_last: bool) -> None:
-    """Raises the error of a launch, unless it is worth a retry: the first one in a thread without a driver context."""
-    if status == _INVALID_CONTEXT and not is_last:
-        torch.cuda.mem_get_info(device)  # makes torch's context current in this thread
-    else:
-        torch.cuda._utils._check_cuda(status)
+def _check_passed(argument: Any) -> None:
+    if isinstance(argument, int) and not -(2**31) <= argument < 2**31:
+        raise OverflowError(f"a bare kernel gets numbers as int, into which {argument} does not fit")
+    if argument is not None and not isinstance(argument, (Tensor, int, float)):
+        raise TypeError(f"a bare kernel takes tensors, ints and floats, not {type(argument).__name__}")
 
 
 def _three(op: Op, what: str, size: Any) -> tuple[int, int, int]:

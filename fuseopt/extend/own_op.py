@@ -29,7 +29,7 @@ from fuseopt.extend.signature import (
     tensors_of,
     without_autocast_for,
 )
-from fuseopt.extend.torch_op import TorchOp
+from fuseopt.extend.torch_op import TorchOp, unshared_views
 from fuseopt.ops import registry
 
 FunctionT = TypeVar("FunctionT", bound=Callable)
@@ -366,6 +366,13 @@ class Op:
     def __reduce__(self) -> Any:
         return _named, (self.name,)
 
+    def __copy__(self) -> Op:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Op:
+        # By name it would be another op, or none, after the name was registered again or unregistered.
+        return self
+
     def _call_traced(self, backend: str, arguments: Sequence[Any]) -> Any:
         """A call that Dynamo traces: the function itself where no kernel could run, so that Inductor can fuse it."""
         first = next(tensors_of(arguments), None)
@@ -378,9 +385,10 @@ class Op:
         return self.reference(arguments) if self._is_closed else self._torch_op.overload(backend)(*arguments)
 
     def reference(self, arguments: Sequence[Any]) -> Any:
-        """What the function gives, in the dtypes of its arguments."""
+        """What the function gives, in the dtypes of its arguments, as new contiguous tensors."""
         with without_autocast_for(arguments):
-            return self.function(*arguments)
+            output = self.function(*arguments)
+        return unshared_views(output, tensors_of(arguments))
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -18,6 +18,7 @@ from fuseopt.errors import BackendError, OpError
 from fuseopt.extend import compile_caches, gradients
 from fuseopt.extend.backends import COMPILE, REFERENCE, noting
 from fuseopt.extend.signature import arguments_of, as_results, tensors_of, without_autocast_for
+from fuseopt.ops.library import in_forward_mode
 
 if TYPE_CHECKING:
     from fuseopt.extend.own_op import Op
@@ -168,10 +169,41 @@ class TorchOp:
 
 
 def unshared(output: Any, inputs: Iterable[Tensor]) -> Any:
-    """`output` with a copy of each tensor that shares memory with an input: torch.compile counts on none doing so."""
-    given = {tensor.untyped_storage()._cdata for tensor in inputs}
-    results = as_results(output)
-    if not any(result.untyped_storage()._cdata in given for result in results):
-        return output
-    fresh = [r.clone() if r.untyped_storage()._cdata in given else r for r in results]
-    return fresh[0] if isinstance(output, Tensor) else type(output)(fresh)
+    """`output` with a copy of each tensor that shares memory with an input or with a result before it.
+
+    torch.compile counts on none doing so.
+    """
+    taken, fresh = {tensor.untyped_storage()._cdata for tensor in inputs}, []
+    for result in as_results(output):
+        if result.untyped_storage()._cdata in taken:
+            result = result.clone()
+        taken.add(result.untyped_storage()._cdata)
+        fresh.append(result)
+    return _like_output(fresh, output)
+
+
+def unshared_views(output: Any, inputs: Iterable[Tensor]) -> Any:
+    """`unshared` where the memory of tensors is hidden, as from Dynamo and in transforms; results are contiguous.
+
+    Dynamo knows which tensor is a view of which. To it, results of `detach` and of a dropout that drops nothing are new
+    tensors, which are not copied. In transforms all results are copied.
+    """
+    is_transformed = in_forward_mode() or torch._C._are_functorch_transforms_active()
+    taken, fresh = [_viewed(tensor) for tensor in inputs], []
+    for result in as_results(output):
+        memory = _viewed(result)
+        if is_transformed or any(memory is other for other in taken):
+            result = result.clone(memory_format=torch.contiguous_format)
+        taken.append(memory)
+        fresh.append(result.contiguous())
+    return _like_output(fresh, output)
+
+
+def _viewed(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+def _like_output(results: list[Tensor], output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return results[0]
+    return results if isinstance(output, list) else tuple(results)

@@ -16,8 +16,11 @@ import torch
 import triton
 from torch import Tensor
 
+from fuseopt.build import loader
 from fuseopt.extend.expression import Node, derivatives, parse
+from fuseopt.extend.launches import Plan, launches_by
 from fuseopt.extend.written_expression import TRITON, written_lines
+from fuseopt.ops.library import TRITON_INTERPRETED
 from fuseopt.ops.triton.elementwise import NUM_WARPS, PROGRAM_ELEMENTS
 from fuseopt.ops.triton.launch import Launch
 from fuseopt.ops.triton.rms_norm import column_sum_kernel
@@ -34,6 +37,7 @@ _HEADER = """import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from fuseopt.ops.library import TRITON_INTERPRETED
 from fuseopt.ops.triton.elementwise import normal_cdf, normal_pdf, tile_places
 
 """
@@ -205,16 +209,44 @@ class Kernels:
 
     def forward(self, tensors: Sequence[Tensor], scalars: Sequence[float]) -> Tensor:
         """The expression; contiguous, in the tensors' promoted dtype."""
-        call = _found(self._forwards, _key(tensors), lambda: _Forward(self._forward_kernel, tensors))
-        return call(tensors, scalars)
+        return self._forward(tensors)(tensors, scalars)
+
+    def plan_forward(self, tensors: Sequence[Tensor], scalars: Sequence[float]) -> Plan | None:
+        """How `forward(tensors, scalars)` is launched, for calls with tensors and scalars; None if by Triton only."""
+        return self._forward(tensors).plan(tensors, scalars)
 
     def backward(
         self, tensors: Sequence[Tensor], scalars: Sequence[float], grad_output: Tensor, reduce_grad: bool
     ) -> list[Tensor]:
         """The gradient of each tensor, in its shape and dtype. The same inputs give the same bits."""
+        return self._backward(tensors, grad_output, reduce_grad)(tensors, scalars, grad_output)
+
+    def plan_backward(
+        self, tensors: Sequence[Tensor], scalars: Sequence[float], grad_output: Tensor, reduce_grad: bool
+    ) -> Plan | None:
+        """How the kernel of `backward` is launched, for calls with `grad_output`, tensors and scalars.
+
+        None if only Triton can launch it. The results are what `finished` takes.
+        """
+        return self._backward(tensors, grad_output, reduce_grad).plan(tensors, scalars, grad_output)
+
+    def finished(
+        self, tensors: Sequence[Tensor], grad_output: Tensor, reduce_grad: bool, grads: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """What `backward` returns, of the results of its kernel."""
+        if all(
+            one.shape == tensor.shape and one.dtype == tensor.dtype for one, tensor in zip(grads, tensors, strict=True)
+        ):
+            return list(grads)
+        return self._backward(tensors, grad_output, reduce_grad).finished(grads, tensors)
+
+    def _forward(self, tensors: Sequence[Tensor]) -> _Forward:
+        return _found(self._forwards, _key(tensors), lambda: _Forward(self._forward_kernel, tensors))
+
+    def _backward(self, tensors: Sequence[Tensor], grad_output: Tensor, reduce_grad: bool) -> _Backward:
         key = (*_key(tensors), grad_output.dtype, reduce_grad)
         make = functools.partial(_Backward, self._backward_kernel, tensors, grad_output, reduce_grad)
-        return _found(self._backwards, key, make)(tensors, scalars, grad_output)
+        return _found(self._backwards, key, make)
 
 
 def _key(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -241,13 +273,23 @@ class _Forward:
         self._launch = Launch(kernel, (rows * columns,), (at.rows, at.columns, columns, *_flat(at)), constants)
 
     def __call__(self, tensors: Sequence[Tensor], scalars: Sequence[float]) -> Tensor:
-        output = torch.empty(self._shape, dtype=self._dtype, device=tensors[0].device)
+        output = self._output(tensors)
         if output.numel():
             if self._is_copied:
                 tensors = places_of(tensors).tensors
             with torch.cuda.device_of(output):
                 self._launch(output, *tensors, floats=[*map(float, scalars)])
         return output
+
+    def plan(self, tensors: Sequence[Tensor], scalars: Sequence[float]) -> Plan | None:
+        output = self._output(tensors)
+        if self._is_copied or not output.numel():
+            return None
+        inputs, floats = dict(enumerate(tensors)), dict(enumerate(map(float, scalars), len(tensors)))
+        return _plan(self._launch, {len(inputs) + len(floats): output, **inputs}, floats, [output], [])
+
+    def _output(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.empty(self._shape, dtype=self._dtype, device=tensors[0].device)
 
 
 class _Backward:
@@ -267,18 +309,63 @@ class _Backward:
     def __call__(self, tensors: Sequence[Tensor], scalars: Sequence[float], grad_output: Tensor) -> list[Tensor]:
         if grad_output.numel() == 0:
             return [torch.zeros_like(tensor) for tensor in tensors]
-        at = self._at
-        grads = [self._room(tensor, kind) for tensor, kind in zip(tensors, self._kinds, strict=True)]
-        inputs = places_of(tensors).tensors if at.is_copied else tensors
+        grads = self._grads(tensors)
+        inputs = places_of(tensors).tensors if self._at.is_copied else tensors
         with torch.cuda.device_of(grad_output):
             self._launch(grad_output.contiguous(), *inputs, *grads, floats=[*map(float, scalars)])
-            return [_reduced(*each, at) for each in zip(grads, self._kinds, tensors, strict=True)]
+        return self.finished(grads, tensors)
+
+    def finished(self, grads: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of the tensors, of what the kernel writes."""
+        with torch.cuda.device_of(grads[0]):
+            return [_reduced(*each, self._at) for each in zip(grads, self._kinds, tensors, strict=True)]
+
+    def plan(self, tensors: Sequence[Tensor], scalars: Sequence[float], grad_output: Tensor) -> Plan | None:
+        if self._at.is_copied or not grad_output.numel():
+            return None
+        grads = self._grads(tensors)
+        inputs = dict(enumerate([grad_output.contiguous(), *tensors]))
+        floats = dict(enumerate(map(float, scalars), len(inputs)))
+        outputs = dict(enumerate(grads, len(inputs) + len(floats)))
+        return _plan(self._launch, {**inputs, **outputs}, floats, grads, [0])
+
+    def _grads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Uninitialised memory for what the kernel writes."""
+        return [self._room(tensor, kind) for tensor, kind in zip(tensors, self._kinds, strict=True)]
 
     def _room(self, tensor: Tensor, kind: int) -> Tensor:
         if kind == _SUMMED:
             return tensor.new_empty((self._shares, self._at.columns), dtype=torch.float32)
         is_whole = tensor.shape == self._at.shape
         return tensor.new_empty(self._at.shape, dtype=tensor.dtype if is_whole else torch.float32)
+
+
+def _plan(
+    launch: Launch,
+    tensors: Mapping[int, Tensor],
+    floats: Mapping[int, float],
+    results: Sequence[Tensor],
+    contiguous: list[int],
+) -> Plan | None:
+    """How a kernel is launched that takes `tensors` and `floats`, by their places in a call."""
+    with torch.cuda.device_of(results[0]):
+        loaded = launch.loaded(tensors, floats)
+    if loaded is None:
+        return None
+    shapes = [(tuple(result.shape), result.dtype) for result in results]
+    block = (loaded.threads, 1, 1)
+    return Plan(
+        loaded.function, launch.grid, block, loaded.shared, shapes, loaded.parameters, contiguous, loaded.kernel
+    )
+
+
+def has_launch_hooks() -> bool:
+    """Whether something, such as a profiler, has hooks that Triton calls at each launch."""
+    hooks = triton.knobs.runtime
+    try:
+        return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+    except AttributeError:  # of another version
+        return True
 
 
 def _is_one_row(tensor: Tensor, at: Places) -> bool:
@@ -288,15 +375,39 @@ def _is_one_row(tensor: Tensor, at: Places) -> bool:
 
 def _reduced(grad: Tensor, kind: int, tensor: Tensor, at: Places) -> Tensor:
     if kind == _SUMMED:
-        dims = len(at.shape) - at.column_dims
-        sizes = [*(1 for _ in range(dims)), *at.shape[dims:]]
         is_row = tensor.numel() == at.columns
-        total = grad.new_empty(sizes, dtype=tensor.dtype if is_row else torch.float32)
-        column_sum_kernel[(triton.cdiv(at.columns, 16),)](
-            grad, total, len(grad), at.columns, 256, 16, num_warps=8, enable_fp_fusion=True
-        )
-        grad = total
+        grad = _column_sum(grad, tensor if is_row else grad[0])
+        if not is_row:
+            dims = len(at.shape) - at.column_dims
+            grad = grad.view([*(1 for _ in range(dims)), *at.shape[dims:]])
     return grad.sum_to_size(tensor.shape).to(tensor.dtype)
+
+
+def _column_sum(grad: Tensor, row: Tensor) -> Tensor:
+    """The sum over the rows of `grad` [rows, columns], in the shape and dtype of `row`, which has as many columns."""
+    library = None if TRITON_INTERPRETED else loader.python_library()
+    total = NotImplemented if library is None else _column_sums(library)(grad, row)
+    if total is NotImplemented:
+        total = row.new_empty(row.shape)
+        _sum_launch(grad)(grad, total)
+    return total
+
+
+@functools.cache
+def _column_sums(library: Any) -> Any:
+    """The `Launches` of `_column_sum`."""
+    return launches_by(library, _plan_column_sum, is_watched=has_launch_hooks, as_floats=True)
+
+
+def _plan_column_sum(grad: Tensor, row: Tensor) -> Plan | None:
+    total = row.new_empty(row.shape)
+    return _plan(_sum_launch(grad), {0: grad, 2: total}, {}, [total], [])
+
+
+def _sum_launch(grad: Tensor) -> Launch:
+    rows, columns = grad.shape
+    constants = {"BLOCK_ROWS": 256, "BLOCK_COLUMNS": 16, "num_warps": 8, "enable_fp_fusion": True}
+    return Launch(column_sum_kernel, (triton.cdiv(columns, 16),), (rows, columns), constants)
 
 
 def _flat(at: Places) -> list[int]:

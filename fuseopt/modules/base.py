@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor, nn
 
 from fuseopt.errors import BackendError
-from fuseopt.runtime.references import weak_attribute
+from fuseopt.runtime.references import code_of_forward, weak_attribute
 
 RECORD = "_fuseopt"
 """Attribute that holds the record of what `initialize` applied to a module. A drop-in and its source have one each."""
@@ -166,6 +166,7 @@ class BlockForward:
     """
 
     block = weak_attribute("block")
+    __code__ = code_of_forward("block")
 
     def __init__(self, block: nn.Module, backend: str = "auto") -> None:
         self.block, self.backend = block, backend

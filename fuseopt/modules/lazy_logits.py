@@ -9,14 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from fuseopt import ops
 from fuseopt.ops.library import Observer, without_autocast
-from fuseopt.runtime.written_values import sample
+from fuseopt.runtime.written_values import Samples
 
 
 class LinearOutput:
@@ -33,50 +32,52 @@ class LinearOutput:
         self.input, self.weight, self.bias, self.backend = input, weight, bias, backend
         self.computed: Tensor | None = None
         self.hooks: OrderedDict[int, Callable] = OrderedDict()
+        self._read = tuple(tensor for tensor in (input, weight, bias) if tensor is not None)
         self._versions = self._versions_now()
-        self._seen = (sample(weight).clone(), _optimizer_steps) if _has_real_values(weight) else None
+        self._samples = self._samples_now()
 
-    def _versions_now(self) -> tuple[int, int]:
-        return self.input._version, self.weight._version
+    def _versions_now(self) -> list[int]:
+        return [tensor._version for tensor in self._read]
 
-    def _checked_input(self) -> Tensor:
-        """`input`, after a check that nothing has written to it or to the weight since.
+    def _samples_now(self) -> Samples | None:
+        """Samples of what the product is computed from; None if the host cannot read the values now."""
+        if not all(map(_has_real_values, self._read)):
+            return None
+        samples = Samples(self._read)
+        samples.join()
+        return samples
 
-        The check compares versions, and sampled values of the weight. The host waits for a GPU's values only if an
-        optimizer has stepped since. Otherwise the GPU compares the values, and the result is NaN if they differ. Only
-        versions are compared where values cannot be read: under a dispatch mode or a function transform, and while a
-        CUDA graph is captured.
+    def _is_unwritten(self) -> bool:
+        """Whether nothing has written to input, weight or bias since.
 
-        Raises:
-            RuntimeError: something has written to the input or the weight.
+        Compares versions, then samples of the values, which waits for the device. Only versions are compared where
+        values cannot be read: under a dispatch mode or a function transform, and while a CUDA graph is captured.
         """
         # While Dynamo traces, version counters are not real, and the graph keeps the order of reads and writes.
         if torch.compiler.is_dynamo_compiling():
-            return self.input
-        is_same: Tensor | bool = self._versions == self._versions_now()
-        if is_same and self._seen is not None and _has_real_values(self.weight):
-            values, steps = self._seen
-            is_same = (values == sample(self.weight)).all()
-            if _is_asynchronous(self.weight) and steps == _optimizer_steps:
-                return torch.where(is_same, self.input, torch.nan)
-        if is_same:
-            return self.input
-        raise RuntimeError(
-            "these logits were first read after their weight or the hidden states had been modified in place, so they "
-            "can no longer be computed; read them before optimizer.step()"
-        )
+            return True
+        if self._versions != self._versions_now():
+            return False
+        before, now = self._samples, self._samples_now()
+        return before is None or now is None or before.values() == now.values()
 
     def tensor(self) -> Tensor:
         """The product, [..., classes].
 
         Raises:
-            RuntimeError: input or weight have been modified in place since, as by an optimizer's step.
+            RuntimeError: input, weight or bias have been modified in place since, as by an optimizer's step.
         """
         if self.computed is None:
+            if not self._is_unwritten():
+                raise RuntimeError(
+                    "these logits were first read after the head's weight or bias, or the hidden states, had been "
+                    "modified in place, so they can no longer be computed; read them before optimizer.step() and "
+                    "before writes through weight.data"
+                )
+            dtype = self.input.dtype
+            bias = None if self.bias is None else self.bias.to(dtype)
             with torch.enable_grad(), without_autocast(self.input):
-                input = self._checked_input()
-                bias = None if self.bias is None else self.bias.to(input.dtype)
-                self.computed = F.linear(input, self.weight.to(input.dtype), bias)
+                self.computed = F.linear(self.input, self.weight.to(dtype), bias)
             for hook in self.hooks.values():
                 self.computed.register_hook(hook)
         return self.computed
@@ -112,31 +113,14 @@ def _has_real_values(tensor: Tensor) -> bool:
     )
 
 
-def _is_asynchronous(tensor: Tensor) -> bool:
-    """Whether the host has to wait for the tensor's values."""
-    return tensor.device.type != "cpu"
-
-
-_optimizer_steps = 0  # steps of all optimizers
-
-
-def _count_step(*of_hook: Any) -> None:
-    global _optimizer_steps
-    if not torch.compiler.is_compiling():  # else each new count would recompile a compiled step
-        _optimizer_steps += 1
-
-
-register_optimizer_step_post_hook(_count_step)
-
-
 class LazyLogits:
     """Stands in for the logits [..., classes] of a training step.
 
     Reading shape, dtype and device computes nothing. `float()`, `contiguous()` and a view as [rows, classes] return
     LazyLogits again. `F.cross_entropy` of these against class indices runs `ops.linear_cross_entropy`. Any other
-    operator, method or torch function computes the tensor, once; from then on cross-entropy is torch's own, too. A
-    first read after an optimizer's step raises if the step changed the weight, and waits for a GPU to check that. On a
-    GPU, logits are NaN if the weight was written to through `weight.data` without such a step.
+    operator, method or torch function computes the tensor, once; from then on cross-entropy is torch's own, too. This
+    first read waits for a GPU to check that weight, bias and hidden states have not been modified since, as by an
+    optimizer's step, and raises if they have.
 
     It is not a `torch.Tensor` to `isinstance`; `tensor()` returns one, and so does a copy or a pickle.
 
@@ -153,7 +137,7 @@ class LazyLogits:
         """The logits, [..., classes].
 
         Raises:
-            RuntimeError: input or weight have been modified in place since, as by an optimizer's step.
+            RuntimeError: input, weight or bias have been modified in place since, as by an optimizer's step.
         """
         return self.output.tensor().to(self.dtype).view(self.shape)
 

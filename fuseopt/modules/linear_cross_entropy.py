@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from fuseopt.modules.base import FusedModule, runs_untouched
 from fuseopt.modules.lazy_logits import LazyLogits, LinearOutput
 from fuseopt.modules.lm_head import linear
-from fuseopt.ops.library import define_node, in_forward_mode
+from fuseopt.ops.library import define_node, in_forward_mode, is_recorded
 from fuseopt.ops.linear_cross_entropy import linear_dtype
 
 
@@ -69,7 +69,6 @@ class FusedLinearCrossEntropy(FusedModule, nn.Linear):
         is_plain = runs_untouched(self, self._fused_class) and not in_forward_mode()
         if not self.training or not torch.is_grad_enabled() or not is_plain:
             return False
-        # torch.export compiles without Dynamo. Older versions set is_exporting() under torch.compile as well.
-        if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
+        if is_recorded():
             return False
         return not getattr(self, "_is_replica", False) and not torch._C._are_functorch_transforms_active()

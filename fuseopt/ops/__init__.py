@@ -20,6 +20,7 @@ from fuseopt.ops.decode.linear_partials import decode_linear_of_sum, decode_line
 from fuseopt.ops.decode.low_bit_linear import decode_low_bit_linear, low_bit_linear
 from fuseopt.ops.decode.low_rank import decode_linear_low_rank
 from fuseopt.ops.decode.packed_linear import decode_packed_linear
+from fuseopt.ops.decode.prefix_attention import prefix_attention
 from fuseopt.ops.decode.prompt_attention import prompt_attention_
 from fuseopt.ops.decode.qkv_attention import decode_qkv_attention_
 from fuseopt.ops.decode.quantized_heads import dequantize_heads, quantize_heads
@@ -87,6 +88,7 @@ __all__ = [
     "low_bit_linear",
     "no_repeat_ngram",
     "pack_for_cuda",
+    "prefix_attention",
     "process_logits",
     "prompt_attention_",
     "quantize",
@@ -105,6 +107,24 @@ def decode_linear_addends(*arguments: Any, overlap: bool = False, ahead: Any = (
     """`decode_linear_partials`, under the names of earlier versions."""
     warnings.warn("decode_linear_addends is called decode_linear_partials", DeprecationWarning, stacklevel=2)
     return decode_linear_partials(*arguments, pdl=overlap, prefetch=ahead, **options)
+
+
+def decode_quantized_attention(*tensors: Any, **options: Any) -> Any:
+    """`decode_attention`, under the name of earlier versions, whose scales came after the caches."""
+    return _with_named_scales("decode_attention", 3, tensors, options)
+
+
+def decode_quantized_attention_(*tensors: Any, **options: Any) -> Any:
+    """`decode_attention_`, under the name of earlier versions, whose scales came after the caches."""
+    return _with_named_scales("decode_attention_", 5, tensors, options)
+
+
+def _with_named_scales(name: str, place: int, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    earlier = name.replace("attention", "quantized_attention")
+    message = f"{earlier} is called {name}, which takes key_scales and value_scales by name"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
+    scales = zip(("key_scales", "value_scales"), tensors[place : place + 2], strict=False)
+    return globals()[name](*tensors[:place], *tensors[place + 2 :], **dict(scales), **options)
 
 
 moved_modules.keep_functions(sys.modules[__name__])

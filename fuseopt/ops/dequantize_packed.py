@@ -6,7 +6,7 @@ from torch import Tensor
 from fuseopt.ops import registry
 from fuseopt.ops.library import define
 from fuseopt.ops.low_bit import dequantize
-from fuseopt.ops.packed_weight import PackedWeight, unpacked
+from fuseopt.ops.packed_weight import PackedWeight, check_packed, unpacked
 
 
 def _fake(
@@ -26,6 +26,10 @@ def dequantize_packed(weight: PackedWeight) -> Tensor:
     """The dequantised weight [N, K] in the dtype of the packed one, each value rounded once.
 
     A kernel computes it where `decode_packed_linear` has one.
+
+    Raises:
+        TypeError, ValueError: something else than `pack_for_cuda` makes.
     """
+    check_packed(weight)
     chosen = registry.pick("decode_packed_linear", "auto", weight.data.device, (weight.dtype,))
     return dequantize(unpacked(weight), weight.dtype) if chosen == "reference" else RAW[chosen](*weight)

@@ -1,6 +1,7 @@
 """Backward of a layer_norm whose input was a sum. The sum was not stored and is computed again."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -77,11 +78,6 @@ def _reference(
         grad.sum(rows),
         rounded.to(base.dtype).sum(rows),
     )
-
-
-def layer_norm_of_sum_bwd_reference(*arguments: Tensor | Sequence[Tensor]) -> LayerNormOfSumGrads:
-    """`layer_norm_of_sum_bwd` in plain PyTorch."""
-    return layer_norm_of_sum_bwd(*arguments, backend="reference")  # type: ignore[arg-type]
 
 
 def layer_norm_of_sum_bwd(
@@ -175,6 +171,9 @@ def random_arguments(
     mean = x.mean(-1)
     rstd = ((x - mean.unsqueeze(-1)).square().mean(-1) + 1e-5).rsqrt()
     return grad_output, grad_sum, base, added, weight, bias, mean, rstd
+
+
+layer_norm_of_sum_bwd_reference = partial(layer_norm_of_sum_bwd, backend="reference")
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

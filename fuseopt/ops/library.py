@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
+from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 LIBRARY = torch.library.Library("fuseopt", "DEF")
@@ -50,7 +51,7 @@ def define(schema: str, fake: Callable, *, triton: str | None = None) -> dict[st
 
     Args:
         schema: `name(arguments) -> results`, as in `native_functions.yaml`. Results are new and contiguous.
-        fake: the op on tensors without data; its signature is the schema's.
+        fake: the op on tensors without data, called with all arguments by position.
         triton: name of a module, imported on the first call, whose function `name` has the schema's signature. It
             becomes the overload `.triton`.
     """
@@ -70,6 +71,10 @@ def define(schema: str, fake: Callable, *, triton: str | None = None) -> dict[st
         if overload._schema.is_mutable:
             LIBRARY.impl(overload, _counting_versions_up(overload), "ADInplaceOrView", with_keyset=True)
     return overloads
+
+
+def no_result(*arguments: object) -> None:
+    """The fake of a raw op that only writes to its arguments."""
 
 
 def _tensors_of(op: OpOverload) -> list[tuple[int, str]]:
@@ -200,6 +205,13 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
 def in_forward_mode() -> bool:
     """Whether forward-mode AD is active, as in `torch.func.jvp`, `jacfwd` and `hessian`."""
     return forward_ad._current_level >= 0
+
+
+def is_recorded() -> bool:
+    """Whether torch.jit.trace or torch.export records operations, for programs without fuseopt as well."""
+    if is_dynamo_compiling():
+        return False  # where older versions of torch say that they export, too
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def is_unobserved() -> bool:

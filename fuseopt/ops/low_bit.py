@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fuseopt.ops.library import FLOATING, check_shape
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GROUPS = (32, 64, 128)
 """Numbers of neighbouring inputs that may share a 4-bit scale."""
@@ -61,12 +63,51 @@ class LowBitWeight(NamedTuple):
         return tuple(part for part in (self.values, self.scales, self.zeros) if part is not None)
 
 
+def check_kind(weight: object, kind: type, made_by: str) -> None:
+    """Raises a TypeError for something else than `kind`, which `made_by` makes."""
+    if not isinstance(weight, kind):
+        raise TypeError(f"weight must be a {kind.__name__}, as {made_by} makes it, not {type(weight).__name__}")
+
+
+def check_low_bit(weight: LowBitWeight) -> None:
+    """Raises a TypeError or ValueError for something else than `quantize` makes."""
+    check_kind(weight, LowBitWeight, "quantize")
+    values, scales, zeros, bits, group = weight
+    if bits not in (4, 8):
+        raise ValueError(f"a LowBitWeight has 4 or 8 bits, not {bits!r}")
+    _check_part(f"values of {bits} bits", values, (torch.int8 if bits == 8 else torch.int32,))
+    outputs, inputs = weight.shape
+    if 0 in weight.shape:
+        raise ValueError(f"a LowBitWeight has at least one output and one input, not shape {tuple(weight.shape)}")
+    if group not in ((inputs,) if bits == 8 else GROUPS) or inputs % group:
+        raise ValueError(f"no LowBitWeight of {inputs} inputs has {bits} bits and groups of {group}")
+    if zeros is not None and bits == 8:
+        raise ValueError("8 bits have no zeros")
+    groups = torch.Size((outputs, inputs // group))
+    parts: list[tuple[str, Tensor, tuple[torch.dtype, ...]]] = [("scales", scales, FLOATING)]
+    if zeros is not None:
+        parts.append(("zeros", zeros, (torch.uint8,)))
+    for name, part, dtypes in parts:
+        _check_part(name, part, dtypes)
+        check_shape(name, part, groups)
+        if part.device != values.device:
+            raise ValueError(f"{name} are on {part.device}, values on {values.device}; move one of them")
+
+
+def _check_part(name: str, part: object, dtypes: tuple[torch.dtype, ...]) -> None:
+    if isinstance(part, Tensor) and part.dtype in dtypes and part.dim() == 2:
+        return
+    found = f"{part.dtype} of shape {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+    wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    raise TypeError(f"{name} must be {wanted} in two dimensions, not {found}")
+
+
 def not_quantised_reason(shape: torch.Size, dtype: torch.dtype, bits: int, group: int) -> str | None:
     """Why `quantize` does not take a weight; None if it does."""
     if dtype not in DTYPES:
         return f"its weight is {dtype}; quantised are float32, bfloat16 and float16"
-    if len(shape) != 2 or shape[1] == 0:
-        return f"its weight has shape {tuple(shape)}, not [N, K]"
+    if len(shape) != 2 or 0 in shape:
+        return f"its weight has shape {tuple(shape)}, not [N, K] with at least one output and one input"
     if bits == 4 and shape[1] % group:
         return f"its {shape[1]} inputs are no multiple of the group of {group}"
     return None
@@ -85,9 +126,13 @@ def quantize(weight: Tensor, bits: int, group: int = 128, symmetric: bool = True
         symmetric: whether zero is in the middle. If False, with 4 bits, each group has a zero point.
 
     Raises:
+        TypeError: `weight` is not a dense tensor.
         ValueError: arguments other than these.
     """
-    if bits not in (4, 8):
+    if not isinstance(weight, Tensor) or weight.layout is not torch.strided:
+        kind = f"a tensor of {weight.layout}" if isinstance(weight, Tensor) else type(weight).__name__
+        raise TypeError(f"quantize: weight must be a dense tensor [N, K], not {kind}")
+    if not isinstance(bits, int) or bits not in (4, 8):
         raise ValueError(f"bits must be 4 or 8, not {bits!r}")
     if bits == 8 and not symmetric:
         raise ValueError("8 bits are symmetric; zero points need 4 bits")
@@ -154,7 +199,13 @@ def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.float32) -> Tens
     Args:
         weight: of `quantize`.
         dtype: the result's: float32, float16, bfloat16, or float64, which is computed in float64.
+
+    Raises:
+        TypeError, ValueError: something else than `quantize` makes, or another dtype.
     """
+    check_low_bit(weight)
+    if dtype not in FLOATING:
+        raise ValueError(f"dequantize: dtype must be float32, float16, bfloat16 or float64, not {dtype}")
     values, scales, zeros, bits, group = weight
     exact = torch.promote_types(torch.promote_types(dtype, torch.float32), scales.dtype)
     grouped = (values if bits == 8 else unpack(values)).unflatten(1, (-1, group)).to(exact)

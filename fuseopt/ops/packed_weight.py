@@ -1,13 +1,14 @@
 """Weights in 8 or 4 bits in the order in which the CUDA kernels read them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fuseopt.ops.low_bit import LowBitWeight
+from fuseopt.ops.library import FLOATING, check_shape
+from fuseopt.ops.low_bit import GROUPS, LowBitWeight, check_kind, check_low_bit
 
 DTYPES = (torch.bfloat16, torch.float16)
 """Dtypes of the inputs that packed weights are multiplied with."""
@@ -68,8 +69,9 @@ def pack_for_cuda(weight: LowBitWeight, dtype: torch.dtype) -> PackedWeight:
         dtype: dtype of the inputs, bfloat16 or float16. With 4 bits, scales are rounded to it.
 
     Raises:
-        ValueError: another dtype, or a K that is no multiple of 8.
+        TypeError, ValueError: something else than `quantize` makes, another dtype, or a K that is no multiple of 8.
     """
+    check_low_bit(weight)
     values, scales, zeros, bits, group = weight
     outputs, inputs = weight.shape
     reason = not_packed_reason(inputs)
@@ -101,6 +103,31 @@ def pack_for_cuda(weight: LowBitWeight, dtype: torch.dtype) -> PackedWeight:
     return PackedWeight(data, outputs, inputs, 4, group, zeros is not None, dtype)
 
 
+def check_packed(weight: PackedWeight) -> None:
+    """Raises a TypeError or ValueError for something else than `pack_for_cuda` makes."""
+    check_kind(weight, PackedWeight, "pack_for_cuda")
+    data, outputs, inputs, bits, group, has_zeros, dtype = weight
+    groups = {8: (inputs,), 4: GROUPS}.get(bits, ())
+    is_sized = outputs > 0 and inputs > 0 and inputs % ALIGNMENT == 0
+    if not is_sized or group not in groups or inputs % group or (has_zeros and bits == 8) or dtype not in DTYPES:
+        raise ValueError(f"pack_for_cuda makes no PackedWeight with {dict(list(weight._asdict().items())[1:])}")
+    if not isinstance(data, Tensor) or data.dtype is not torch.uint8 or data.dim() != 2:
+        raise TypeError("data of a PackedWeight must be uint8 [lines, bytes], as pack_for_cuda makes it")
+    check_shape("data", data, data_shape(weight))
+
+
+def check_input(input: Tensor, weights: Sequence[LowBitWeight | PackedWeight] = ()) -> None:
+    """Raises a TypeError or ValueError if `input` cannot be multiplied with quantised weights."""
+    if not isinstance(input, Tensor) or input.dtype not in FLOATING or input.dim() == 0:
+        kind = f"{input.dtype} of shape {tuple(input.shape)}" if isinstance(input, Tensor) else type(input).__name__
+        raise TypeError(f"input must be a float32, float16, bfloat16 or float64 tensor [..., K], not {kind}")
+    for weight in weights:
+        if weight.tensors[0].device != input.device:
+            raise ValueError(
+                f"input is on {input.device}, a quantised weight on {weight.tensors[0].device}; move one of them"
+            )
+
+
 def data_shape(weight: PackedWeight) -> torch.Size:
     """The shape that `data` has for the other attributes."""
     lines, blocks = _counts(weight.outputs, weight.inputs, weight.bits)
@@ -111,9 +138,14 @@ def data_shape(weight: PackedWeight) -> torch.Size:
 
 
 def unpacked(weight: LowBitWeight | PackedWeight) -> LowBitWeight:
-    """The weight in the original order; `weight` itself if it is a LowBitWeight."""
+    """The weight in the original order; `weight` itself if it is a LowBitWeight.
+
+    Raises:
+        TypeError, ValueError: something else than `quantize` or `pack_for_cuda` makes.
+    """
     if isinstance(weight, LowBitWeight):
         return weight
+    check_packed(weight)
     data, outputs, inputs, bits, group, has_zeros, dtype = weight
     lines, blocks = _counts(outputs, inputs, bits)
     if bits == 8:

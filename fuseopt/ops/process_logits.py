@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
-from fuseopt.ops.library import define
+from fuseopt.ops.library import define, no_result
 
 # Most common options first: a call may leave out trailing ones, and each given one takes host time.
 _ARGUMENTS = (
@@ -25,26 +25,12 @@ _ARGUMENTS = (
 )
 
 
-def _fake(
-    input_ids: Tensor,
-    scores: Tensor,
-    no_repeat_ngram_size: int = 0,
-    repetition_penalty: float = 1.0,
-    temperature: float = 1.0,
-    suppress_tokens: Tensor | None = None,
-    encoder_input_ids: Tensor | None = None,
-    encoder_no_repeat_ngram_size: int = 0,
-    prompt_ignore_length: Tensor | None = None,
-) -> Tensor:
+def _fake(input_ids: Tensor, scores: Tensor, *edits: object) -> Tensor:
     return scores.new_empty(scores.shape)
 
 
-def _fake_in_place(input_ids: Tensor, scores: Tensor, *arguments: object) -> None:
-    pass
-
-
 RAW = define(f"process_logits({_ARGUMENTS.format(scores='Tensor scores')}) -> Tensor", _fake)
-RAW_IN_PLACE = define(f"process_logits_({_ARGUMENTS.format(scores='Tensor(a!) scores')}) -> ()", _fake_in_place)
+RAW_IN_PLACE = define(f"process_logits_({_ARGUMENTS.format(scores='Tensor(a!) scores')}) -> ()", no_result)
 _DIRECT = {
     (name, inplace): registry.Direct(name, RAW_IN_PLACE if inplace else RAW)
     for name in ("process_logits", "encoder_no_repeat_ngram")

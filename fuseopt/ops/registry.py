@@ -20,7 +20,7 @@ from fuseopt.ops.backends import (
     NativeBackend,
     TritonBackend,
 )
-from fuseopt.ops.library import in_forward_mode, needs_autograd
+from fuseopt.ops.library import in_forward_mode, is_recorded, needs_autograd
 
 __all__ = [
     "CPU",
@@ -177,13 +177,13 @@ _CHOSEN: dict[tuple[Any, ...], str] = {}
 def pick(name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtype | None, ...]) -> str:
     """`get(name).choose(backend, device, dtypes).backend`, cached until another native library is loaded.
 
-    Every call of an op comes through here, or through `Direct`. In forward-mode AD, which no kernel supports, the
-    backend is always "reference".
+    Every call of an op comes through here, or through `Direct`. The backend is always "reference" in forward-mode AD,
+    which no kernel supports, and while torch.jit.trace or torch.export records torch's own operations.
 
     Args:
         dtypes: dtypes of the op's floating-point arguments; None for an absent one.
     """
-    return "reference" if in_forward_mode() else _chosen(name, backend, device, dtypes)
+    return "reference" if in_forward_mode() or is_recorded() else _chosen(name, backend, device, dtypes)
 
 
 def _chosen(name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtype | None, ...]) -> str:
@@ -202,8 +202,9 @@ class Direct:
     Attributes:
         run: called as `run(backend, *arguments)` with the raw op's arguments, a tensor first. It returns the result, or
             NotImplemented without having done anything if the public function has to handle the call: the chosen
-            backend is the reference; a gradient or a torch.func transform is active; a tensor is of a subclass or on
-            another device; or the kernel refuses its arguments, for which the public function has the error message.
+            backend is the reference; a gradient, a torch.func transform or torch.jit.trace is active; a tensor is of a
+            subclass or on another device; or the kernel refuses its arguments, for which the public function has the
+            error message.
 
     The first call of a backend on a device settles the choice; later calls skip it and go straight to the raw op. The
     choice stays open while a better backend of the device cannot run, because a native library may be loaded later.

@@ -1,6 +1,7 @@
 """`F.scaled_dot_product_attention` for sequences so short that one warp holds all scores of its queries."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -49,18 +50,6 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(f"{name} must have query's dtype {query.dtype}, not {tensor.dtype}")
 
 
-def _scale(query: Tensor, scale: float | None) -> float:
-    return query.shape[-1] ** -0.5 if scale is None else scale
-
-
-def short_attention_reference(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, scale: float | None = None
-) -> Tensor:
-    """`short_attention` in plain PyTorch."""
-    _check(query, key, value)
-    return _reference(query, key, value, causal, _scale(query, scale))
-
-
 def short_attention(
     query: Tensor,
     key: Tensor,
@@ -89,7 +78,7 @@ def short_attention(
         BackendError: the backend named cannot run here; the message says why.
     """
     _check(query, key, value)
-    scale = _scale(query, scale)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     chosen = registry.pick_without_gradient("short_attention", backend, (query.dtype,), query, key, value)
     is_large = query.dtype is torch.float64 and not is_dynamo_compiling()
     if chosen == "reference" or (is_large and not RAW_TAKES[chosen](query)):
@@ -132,7 +121,7 @@ registry.register(
     registry.Op(
         name="short_attention",
         function=short_attention,
-        reference=short_attention_reference,
+        reference=partial(short_attention, backend="reference"),
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.REFERENCE),
         benchmarks=(

@@ -91,20 +91,6 @@ def _reference(left: Tensor, right: Tensor, bias: Tensor | None, activation: str
     return product if float_result else product.to(left.dtype)
 
 
-def tuned_matmul_reference(
-    left: Tensor,
-    right: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str | None = None,
-    float_result: bool = False,
-    measure: bool | None = None,
-) -> Tensor:
-    """`tuned_matmul` in plain PyTorch; sums, bias and activation are in float32 or float64."""
-    _check(left, right, bias, activation, float_result)
-    return _reference(left, right, bias, activation or "", float_result)
-
-
 def tuned_matmul(
     left: Tensor,
     right: Tensor,
@@ -224,7 +210,7 @@ registry.register(
         name="tuned_matmul",
         raw=("tuned_matmul", "tuned_matmul_gelu", "tuned_matmul_"),
         function=tuned_matmul,
-        reference=tuned_matmul_reference,
+        reference=functools.partial(tuned_matmul, backend="reference"),
         sample_inputs=sample_inputs,
         backends=(_CublasLt("cuda", DTYPES), registry.REFERENCE),
         benchmarks=(

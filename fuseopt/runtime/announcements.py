@@ -19,16 +19,25 @@ def announce(message: str) -> None:
     _LOGGER.log(logging.INFO if is_first else logging.DEBUG, "fuseopt: %s", message)
 
 
-def is_bar_disabled() -> bool | None:
-    """tqdm's `disable` for fuseopt's bars, which show in terminals and notebooks unless transformers' bars are off."""
+def bar(description: str, **options: Any) -> Any:
+    """A tqdm bar that is gone at its end: made of widgets in a notebook with ipywidgets, else of text.
+
+    It shows in terminals and notebooks unless transformers' bars are off.
+
+    Args:
+        options: of tqdm.
+    """
+    return _bar_class()(desc=description, leave=False, disable=_is_bar_disabled(), **options)
+
+
+def _is_bar_disabled() -> bool | None:
     bars: Any = sys.modules.get("transformers.utils.logging")
     if bars is not None and not bars.is_progress_bar_enabled():
         return True
     return False if _is_notebook() else None  # None: silent if stderr is no terminal
 
 
-def bar_class() -> Any:
-    """tqdm's class of bars: made of widgets in a notebook with ipywidgets, else of text."""
+def _bar_class() -> Any:
     has_widgets = _is_notebook() and importlib.util.find_spec("ipywidgets") is not None
     return importlib.import_module("tqdm.auto" if has_widgets else "tqdm").tqdm
 

@@ -6,6 +6,7 @@ collector frees. With a weak one, a fused model is freed with its last reference
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from typing import Any
 
@@ -94,3 +95,12 @@ def weak_attribute(name: str) -> Any:
             self.__dict__[remembered] = Remembered(referent)
 
     return property(get, put)
+
+
+def code_of_forward(name: str) -> Any:
+    """A property with the code of the forward of a module's class, for torch.export, which asks a `forward` for it.
+
+    Args:
+        name: the attribute that holds the module.
+    """
+    return property(lambda self: inspect.unwrap(type(getattr(self, name)).forward).__code__)

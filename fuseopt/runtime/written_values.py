@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import builtins
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fuseopt.runtime.cuda_graphs import Work
+from fuseopt.runtime.host_copy import HostCopy
 
 _LEAST = 64
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def sample(tensor: Tensor) -> Tensor:
-    """View of at least 64 values, or all if there are fewer, as integers of their size, so that NaN equals itself.
+class WeightVersions(NamedTuple):
+    """What differs after a write to a weight.
 
-    Such samples detect writes that do not change a tensor's version: by PyTorch's fused optimizers, and through
-    `tensor.data`, as in peft's merge of adapters.
-
-    Args:
-        tensor: of any shape, strides and device, with elements of 1, 2, 4 or 8 bytes.
+    Attributes:
+        known: versions, which the host knows.
+        sampled: waits for the device, and returns samples of the values. A write that changes no version, such as a
+            fused optimizer's, is seen if it changes a sampled value: at least 64 of each weight are.
     """
-    return tensor.detach().as_strided(*_spacing(tensor)).view(_INTEGERS[tensor.itemsize])
+
+    known: Hashable
+    sampled: Callable[[], Hashable]
 
 
 class Samples:
-    """The values that `sample` takes, of several tensors on one device, which are read together.
+    """At least 64 values of each of several tensors, or all if there are fewer.
+
+    They detect writes that do not change a tensor's version: by PyTorch's fused optimizers, and through `tensor.data`,
+    as in peft's merge of adapters.
 
     Args:
         tensors: at least one, on one device. Shapes and dtypes are arbitrary but must not change. References are kept.
@@ -57,6 +63,10 @@ class Samples:
             for these, values in zip(views, self.joined, strict=True):
                 torch.cat(these, out=values)
 
+    def values(self) -> builtins.bytes:
+        """The bytes of the values that the last `join` read; waits for the current stream."""
+        return b"".join(values.cpu().view(torch.uint8).numpy().tobytes() for values in self.joined)
+
 
 class ReadSamples(Work[Samples]):
     """Reads samples. Its CUDA graph is valid for as long as the tensors have the same addresses.
@@ -73,20 +83,21 @@ class ReadSamples(Work[Samples]):
         self.state.join()
         self.runs += 1
 
+    def start(self) -> Callable[[], bytes]:
+        """Queues a read of the values; returns a function that waits for it and returns their bytes."""
+        self()
+        copies = [HostCopy(values, values.dtype) for values in self.state.joined]
+        return lambda: b"".join(copy.read().view(torch.uint8).numpy().tobytes() for copy in copies)
+
     def read(self) -> bytes:
         """The bytes of the values as they are now; waits for the device."""
-        self()
-        return self.values()
-
-    def values(self) -> bytes:
-        """The bytes of the values that the last run read; waits for the current stream."""
-        return b"".join(values.cpu().view(torch.uint8).numpy().tobytes() for values in self.state.joined)
+        return self.start()()
 
 
 def _spacing(tensor: Tensor) -> tuple[tuple[int], tuple[int]]:
     """Size and stride of a sample that is spread over the rows and the columns of a tensor's memory."""
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    row, step = max(tensor.stride(), default=1), max(length // _LEAST, 1)
+    row, step = max((1, *tensor.stride())), max(length // _LEAST, 1)
     if step >= row:
         # The step is a part of a row by the golden ratio, so that samples are not all in the same columns.
         step = (step // row - 1) * row + max(int(row * 0.618), 1)

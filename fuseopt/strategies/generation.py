@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -65,7 +66,8 @@ class GenerationStrategy:
         notes += [*_weight_notes(index, model, step, options), *_cache_notes(index, model, step, options)]
         notes += _prefix_notes(index, model, step, options)
         reason = "; ".join((_REASON, *notes))
-        yield context.replacement((site,), "GenerationMixin", _TARGET, reason, build)
+        planned = context.replacement((site,), "GenerationMixin", _TARGET, reason, build)
+        yield dataclasses.replace(planned, notes=tuple(notes))
 
 
 def _cache_notes(index: ModelIndex, model: nn.Module, step: StepName, options: GenerationOptions) -> Iterator[str]:
@@ -118,7 +120,6 @@ def _weight_notes(index: ModelIndex, model: nn.Module, step: StepName, options: 
         yield f"weights in {weights}: {step_class.low_bit_choice(model, weights)}"
         if weights.keep == "cpu" and not any(map(packs_on, index.devices)):
             yield "`keep: 'cpu'` has no effect, since the weights are not on a GPU"
-        yield from weights.paths.unmatched((path for path, _ in model.named_modules()), "generation.weights")
 
 
 def _unread_reason(model: nn.Module, step_class: type[DecodeStep], came: Mapping[str, str]) -> str | None:

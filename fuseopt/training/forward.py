@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 from fuseopt.errors import CompileError
 from fuseopt.runtime import gc_pause
 from fuseopt.runtime.module_watch import config_of, parameters_below
-from fuseopt.runtime.references import Remembered, weak_attribute
+from fuseopt.runtime.references import Remembered, code_of_forward, weak_attribute
 from fuseopt.training import captured_steps, compile_notice, stock_fallback, t5_checkpointing, unpadded_batches
 
 _DYNAMO_OPTIONS = {
@@ -49,7 +49,7 @@ class TrainingForward:
     gradients enabled. The class's own forward runs
 
     - in eval mode and without gradients, as in `generate()`;
-    - inside another torch.compile or torch.export;
+    - inside another torch.compile, torch.export or torch.jit.trace;
     - with `use_cache=True`, `past_key_values`, `output_attentions` or `output_hidden_states` (the last two also if set
       in the model's config).
 
@@ -85,6 +85,7 @@ class TrainingForward:
     """
 
     model = weak_attribute("model")
+    __code__ = code_of_forward("model")
     backend: str
     budget: float
     cuda_graphs: captured_steps.When
@@ -280,8 +281,8 @@ def _unbound(
 
 def _is_training_step(model: nn.Module) -> bool:
     # Dynamo cannot be called inside of torch.func's transforms.
-    transformed = torch._C._are_functorch_transforms_active()
-    return model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed
+    is_seen = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing() or torch.compiler.is_compiling()
+    return model.training and torch.is_grad_enabled() and not is_seen
 
 
 def _passes_on_use_cache(model: nn.Module) -> bool:

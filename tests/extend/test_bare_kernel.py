@@ -11,7 +11,7 @@ from torch import Tensor
 import fuseopt
 from fuseopt.build import loader
 from fuseopt.errors import OpError
-from fuseopt.extend import native
+from fuseopt.extend import launches, native
 
 POINTER, UINT = ctypes.c_void_p, ctypes.c_uint
 LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, POINTER, *[UINT] * 7, POINTER, ctypes.POINTER(POINTER), POINTER)
@@ -49,7 +49,8 @@ def driver(monkeypatch) -> Driver:
     monkeypatch.setattr(native, "_check_device", lambda: None)
     monkeypatch.setattr(native, "_capability", lambda: "90")
     monkeypatch.setattr(native, "cubin", lambda source, kernel, architecture: b"")
-    monkeypatch.setattr(native.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(launches.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(launches, "_driver", launches._driver.__wrapped__)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "mem_get_info", driver.contexts.append)
@@ -72,10 +73,10 @@ def run(driver):
     )
     place = 0
 
-    def run(*given, which=0):
+    def run(a, times, scale, unused=None, which=0):
         nonlocal place
         place = which
-        return scaled._kernels["cuda"].function(*given, None)
+        return scaled.calls.run(scaled._kernels["cuda"], (a, times, scale, unused))
 
     return run
 
@@ -92,10 +93,10 @@ def test_results_and_launches(run, driver):
 
 def test_a_thread_without_a_context_gets_one_and_other_failures_raise(run, driver):
     a = torch.randn(4)
-    driver.statuses = [native._INVALID_CONTEXT]
+    driver.statuses = [launches._INVALID_CONTEXT]
     torch.testing.assert_close(run(a, 1, 0.0)[0], a)
     assert driver.contexts == [-1]  # the index of a CPU
-    for statuses in ([native._INVALID_CONTEXT] * 2, [700]):
+    for statuses in ([launches._INVALID_CONTEXT] * 2, [700]):
         driver.statuses = statuses
         with pytest.raises(pytest.fail.Exception, match=f"status {statuses[-1]}"):
             run(a, 1, 0.0)
@@ -107,7 +108,7 @@ def test_what_a_bare_kernel_does_not_take(run, driver):
     with pytest.raises(TypeError, match="takes tensors, ints and floats, not str"):
         run(torch.randn(4), "1", 0.0)
     with pytest.raises(ValueError, match="on different devices"):
-        loader.python_library().run_bare((0,) * 9, torch.randn(4), torch.randn(4, device="meta"))
+        run(torch.randn(4), 1, 0.0, torch.randn(4, device="meta"))
     with pytest.raises(OpError, match="its grid must be a positive int"):
         run(torch.randn(4), 1, 0.0, which=2)
     assert not driver.launches

@@ -84,3 +84,36 @@ def test_an_expression_counts_its_own_operations():
     arguments = torch.empty(6, 8), torch.empty(6, 8), torch.empty(8), 2.0
     assert op.operations(arguments, backward=False) == 4 * 48
     assert op.operations(arguments, backward=True) > 3 * 48
+
+
+def test_wrong_arguments_are_named_before_anything_runs(monkeypatch):
+    @fuseopt.op("mine::double")
+    def double(a: Tensor) -> Tensor:
+        return a + a
+
+    @double.samples
+    def _(device, dtype):
+        yield (torch.randn(4, 24, device=device, dtype=dtype),)
+
+    with pytest.raises(OpError, match=r"mine::double: no dtype 'fp32'; .*known: bfloat16, float32, float16"):
+        double.bench(["4x24"], ["fp32"], device="cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(OpError, match="mine::double: device 'cuda', but torch sees no CUDA device; pass device='cpu'"):
+        double.bench(["4x24"], ["float32"], device="cuda")
+
+
+def test_a_call_that_a_kernel_refuses_is_a_row_with_the_reason_and_no_traceback(capsys):
+    @fuseopt.op("mine::double")
+    def double(a: Tensor) -> Tensor:
+        return a + a
+
+    double.kernel("cpu", supports=lambda a: a.dtype == torch.float32 or "takes float32")(lambda a: a * 2)
+
+    @double.samples
+    def _(device, dtype):
+        yield (torch.randn(4, 24, device=device, dtype=dtype),)
+
+    results = double.bench(["4x24"], ["bfloat16"], device="cpu", remember=False)
+    notes = [row.note for row in results.rows if row.variant == "cpu"]
+    assert notes == ["cpu: takes float32"] * 2
+    assert "Traceback" not in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """`fuseopt.check` passes an op that keeps its contract, and names what is wrong with one that does not."""
 
 import functools
+import re
 import textwrap
 
 import pytest
@@ -60,7 +61,7 @@ def test_a_wrong_backward_fails(op):
 
     found = failures(op)
     assert {"gradient, fp32", "gradient, bf16", "gradcheck"} <= found.keys()
-    assert "the gradient of tensor 0" in found["gradient, fp32"] and "Jacobian mismatch" in found["gradcheck"]
+    assert "the gradient of a (" in found["gradient, fp32"] and "Jacobian mismatch" in found["gradcheck"]
 
 
 def test_a_kernel_wrong_in_the_last_column_fails(op):
@@ -131,7 +132,7 @@ def test_what_a_kernel_raises_is_a_finding(op):
     def _(a, b, c):
         raise RuntimeError("no luck")
 
-    assert failures(op)["as sampled, fp32"] == "RuntimeError: no luck"
+    assert failures(op)["as sampled, fp32"].startswith("RuntimeError: no luck (test_check.py:")
 
 
 def test_without_samples_it_says_how_to_give_them():
@@ -258,6 +259,40 @@ def test_gradcheck_of_a_kernel_in_float32_says_so(op):
     op.kernel("cpu")(lambda a, b, c: torch.relu(a.float() * b.float() + c.float()).to(a.dtype))
     found = failures(op, dtypes=[torch.float32])["gradcheck"]
     assert found.startswith("Jacobian mismatch") and ",;" not in found and "refuse it in `supports`" in found
+
+
+def test_what_raises_is_shown_with_its_line_its_arguments_and_the_fix(op):
+    @op.kernel("cpu", supports=lambda a, b, c: a.shape == b.shape == c.shape or "takes one shape")
+    def _(a, b, c):
+        return torch.relu(a * b + c) * (a.shape[-1] > 0)
+
+    found = failures(op, dtypes=[torch.float32])
+    assert found.keys() == {"0-d, fp32", "gradient, fp32", "fake"}
+    for detail in found.values():
+        assert re.fullmatch(
+            r"IndexError: tuple index out of range \(test_check\.py:\d+\), "
+            r"called with \(\), \(\), \(\); if the kernel is not for these, refuse them in `supports`",
+            detail,
+        )
+
+
+def test_numbers_and_lists_are_among_the_arguments_shown():
+    @fuseopt.op("mine::scaled_sum")
+    def scaled_sum(xs: list[Tensor], k: Tensor, scale: float) -> Tensor:
+        return scale * k.to(xs[0].dtype) * (xs[0] + xs[1])
+
+    scaled_sum.kernel("cpu")(lambda xs, k, scale: 0.5 * k.to(xs[0].dtype) * (xs[0] + xs[1]))
+    scaled_sum.backward(lambda inputs, output, grad: (0.5 * grad, grad, None))
+
+    @scaled_sum.samples
+    def _(device, dtype):
+        x = torch.randn(2, 3, device=device, dtype=dtype)
+        yield [x, x], torch.ones((), dtype=torch.int64, device=device), 0.5
+
+    found = failures(scaled_sum, dtypes=[torch.float32])
+    # 0.5 is another number there, too.
+    assert re.match(r"the result of \[\(2, 3\), \(2, 3\)\], \(\), 0\.54\d* is off", found["other numbers, fp32"])
+    assert found["gradient, fp32"].startswith("the gradient of xs[1] (as sampled) is off by")
 
 
 def test_a_function_that_writes_into_its_arguments_is_named_first(op):

@@ -27,6 +27,7 @@ Tensor scale_add(Tensor a, Tensor b, double scale, int64_t times) {
   return output;
 }
 """
+SCHEMA = "(Tensor a, Tensor b, float scale=2., int times=1) -> Tensor"
 BARE = """
 __global__ void scale_add_kernel(const float* a, const float* b, double scale, int times, float* output, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -88,6 +89,72 @@ def test_a_source_for_the_cpu_is_built_once_and_passes_check(op, tmp_path, monke
     monkeypatch.undo()
     op.native(cpu=file)
     torch.testing.assert_close(op(a, b), a + 2 * b)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("double scale, int64_t times", "float scale, int64_t times"),
+        ("double scale, int64_t times", "double scale, double times"),
+        (", double scale, int64_t times", ", double scale"),
+    ],
+)
+def test_arguments_that_do_not_fit_the_schema_do_not_compile(op, wrong):
+    source = CPU.replace(*wrong).replace("* times", "")
+    declared = r"mine::scale_add is called as: Tensor scale_add\(Tensor a, Tensor b, double scale, int64_t times\)"
+    with pytest.raises(NativeBuildError, match=declared):
+        op.native(cpu=source)
+
+
+def test_a_source_without_the_op_s_function_is_refused_with_its_declaration(op):
+    with pytest.raises(
+        OpError, match=r"has no function 'scale_add'; define Tensor scale_add\(Tensor a, Tensor b, double"
+    ):
+        op.native(cpu=CPU.replace("scale_add", "other"))
+
+
+def test_lists_optional_tensors_strings_and_several_results_are_declared_in_c_plus_plus():
+    schema = '(Tensor[] xs, Tensor? mask=None, int n=1, float p=0.5, bool flag=False, str how="a") -> (Tensor, Tensor)'
+    assert native.declaration("f", schema) == (
+        "std::tuple<Tensor, Tensor> f(std::vector<Tensor> xs, std::optional<Tensor> mask, int64_t n, double p, "
+        "bool flag, std::string how)"
+    )
+
+
+SOURCE_OF_KINDS = """
+#include <torch/csrc/stable/tensor.h>
+#include "new_tensor.h"
+using torch::stable::Tensor;
+
+std::tuple<Tensor, Tensor> of_kinds(
+    const std::vector<Tensor>& xs, std::optional<Tensor> mask, int64_t n, double p, bool flag, std::string how) {
+  Tensor sum = fuseopt::new_tensor_like(xs[0]), count = fuseopt::new_tensor_like(xs[0]);
+  for (int64_t i = 0; i < xs[0].numel(); ++i) {
+    float total = 0;
+    for (const Tensor& x : xs) total += x.const_data_ptr<float>()[i];
+    if (mask.has_value()) total *= mask->const_data_ptr<float>()[i];
+    sum.mutable_data_ptr<float>()[i] = p * total + (flag ? n : 0);
+    count.mutable_data_ptr<float>()[i] = how.size();
+  }
+  return {sum, count};
+}
+"""
+
+
+def test_all_kinds_of_arguments_reach_a_native_function():
+    @fuseopt.op("mine::of_kinds")
+    def of_kinds(
+        xs: list[Tensor], mask: Tensor | None, n: int, p: float, flag: bool, how: str
+    ) -> tuple[Tensor, Tensor]:
+        total = sum(xs) if mask is None else sum(xs) * mask
+        return p * total + (n if flag else 0), torch.full_like(xs[0], len(how))
+
+    of_kinds.native(cpu=SOURCE_OF_KINDS)
+    xs = [torch.randn(3, 5) for _ in range(3)]
+    for mask in (None, torch.randn(3, 5)):
+        given = of_kinds(xs, mask, 3, 0.25, True, "four", backend="cpu")
+        for one, other in zip(given, of_kinds.function(xs, mask, 3, 0.25, True, "four"), strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_a_source_that_does_not_compile_is_shown_with_file_and_line(op, tmp_path):
@@ -227,7 +294,9 @@ def test_what_nvrtc_refuses_is_left_to_nvcc():
 @pytest.mark.slow
 def test_a_cuda_source_with_launch_code_is_built_without_a_gpu():
     source = native.Source.of("mine::scale_add", "cuda", CUDA)
-    library = native.build("mine::scale_add", "scale_add__native", "cuda", source, toolchain.cuda_recipe(["90"]))
+    library = native.build(
+        "mine::scale_add", "scale_add__native", "cuda", source, toolchain.cuda_recipe(["90"]), SCHEMA
+    )
     assert library_cache.damage(library) is None
 
 

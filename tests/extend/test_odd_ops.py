@@ -1,5 +1,7 @@
 """Ops of odd signatures and results, and what is left of an op whose name another one has taken."""
 
+import contextlib
+import copy
 import functools
 import threading
 from typing import Optional
@@ -240,3 +242,53 @@ def test_warnings_point_at_the_line_that_registers_again():
     with pytest.warns(UserWarning, match="registered again") as caught:
         fuseopt.elementwise("mine::doubled", "a * 2")
     assert caught[0].filename == __file__
+
+
+VIEWS = {
+    "itself": lambda a: a,
+    "view": lambda a: a.view(-1),
+    "no cast": lambda a: a.to(a.dtype),
+    "transposed": lambda a: a.t(),
+    "part": lambda a: a[1:],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("how", ["eager", "compiled", "vmap", "observed"])
+def test_a_write_into_a_result_changes_no_argument_and_no_other_result(how, view):
+    @fuseopt.op("mine::two")
+    def two(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        doubled = a * 2
+        return VIEWS[view](a), doubled, VIEWS[view](doubled)
+
+    def written(a: Tensor) -> tuple[Tensor, ...]:
+        results = two(a)
+        for place, result in enumerate(results):
+            result.add_(place + 1.0)
+        return results
+
+    run = {"compiled": compiled(written), "vmap": torch.vmap(written)}.get(how, written)
+    given = X.clone()
+    with torch.profiler.profile() if how == "observed" else contextlib.nullcontext():
+        results = run(given[None] if how == "vmap" else given)
+    assert torch.equal(given, X)
+    wanted = VIEWS[view](X) + 1, X * 2 + 2, VIEWS[view](X * 2) + 3
+    assert all(torch.equal(r.reshape(w.shape), w) for r, w in zip(results, wanted, strict=True))
+
+
+def test_a_copy_of_what_holds_an_op_computes_the_same_after_the_name_is_registered_again():
+    @fuseopt.op("mine::held")
+    def held(a: Tensor) -> Tensor:
+        return a + 1
+
+    module = torch.nn.Module()
+    module.held = held
+    with pytest.warns(UserWarning, match="registered again"):
+
+        @fuseopt.op("mine::held")
+        def other(a: Tensor) -> Tensor:
+            return a + 2
+
+    assert copy.deepcopy(module).held(X).equal(X + 1)
+    fuseopt.unregister("mine::held")
+    assert copy.deepcopy(module).held(X).equal(X + 1) and copy.copy(held) is held

@@ -224,8 +224,9 @@ def test_the_plan_says_what_stays_and_why() -> None:
     assert "24 inputs are no multiple of the group of 32" in gpt2
     assert "it runs once a prompt" in reason(tiny.t5(), "int8")
     assert "int8: 9 of 9 linear layers" in reason(tiny.gpt2(), "int8")
+    printed = str(fuseopt.plan(tiny.gpt2(), {"generation": {"weights": "int8", "cache_dtype": "int8"}}))
+    assert "  generate(): weights in int8: 9 of 9 linear layers\n  generate(): keys and values in int8" in printed
     assert "torch.float64" in reason(tiny.gpt2().double(), "int8")
-    assert "matches no module" in reason(tiny.gpt2(), {"bits": 8, "exclude": ["lm_haed"]})
     with assume_gpu((9, 0)):
         assert "the CUDA kernel does not take torch.float32" in reason(tiny.gpt2(), "int8")
         halves = reason(tiny.gpt2().half(), "int8")

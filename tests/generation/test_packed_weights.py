@@ -83,6 +83,31 @@ def test_long_prompts_and_large_batches_read_the_unquantised_weights(counted: mo
     assert not counted.called and calls_of(ours)[-1].tier.value == "T0"
 
 
+@pytest.mark.parametrize(
+    ("family", "rows", "length", "part"),
+    [
+        ("llama", 2, 40, "the last 8 of 40 tokens of 2 of 2 prompts: products of more than 16 rows"),
+        ("llama", 20, 5, "the last 1 of 5 tokens of 16 of 20 prompts"),
+        ("llama", 20, 1, "the last 1 of 1 tokens of 16 of 20 prompts"),
+        ("llama", 1, 16, ""),
+        ("t5", 20, 5, "the last 5 of 5 tokens of 16 of 20 prompts"),
+        ("t5", 2, 40, ""),
+    ],
+)
+def test_verify_compares_steps_on_a_prompt_within_the_limit(family: str, rows: int, length: int, part: str) -> None:
+    model = SWEPT[family](**({"max_position_embeddings": 128} if family == "llama" else {})).bfloat16()
+    inputs = prompt(model, rows, length, seed=3, padded=False)
+    config = {"generation": {"weights": "int8"}}
+    found = fuseopt.verify(model, config, inputs, generate={"max_new_tokens": 5})
+    assert found.ok and found.low_bit is not None, found
+    assert found.low_bit.shortened.startswith(part) and bool(found.low_bit.shortened) == bool(part)
+    assert found.low_bit.drift.tokens == 5 * min(rows, 16) and not any("logits" in line for line in found.not_run)
+    assert (f"steps compared on {part}" in str(found)) == bool(part)
+    # Such steps do read the quantised weights.
+    with mock.patch.object(low_bit, "quantize", lambda *args: ops.quantize(-args[0], *args[1:])):
+        assert not fuseopt.verify(model, config, inputs, generate={"max_new_tokens": 5}).low_bit.drift.same_top > 0.9
+
+
 def test_a_weight_that_is_written_to_is_packed_again() -> None:
     model = SWEPT["gpt2"]().half()
     inputs = prompt(model, 1, 5, seed=3, padded=False)

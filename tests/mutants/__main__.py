@@ -15,7 +15,8 @@ from tests.mutants.mutant import Mutant, outcome, run_tests
 from tests.mutants.table import MUTANTS
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-LEFT_OUT = (".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "build", "dist")
+_CACHES = shutil.ignore_patterns("__pycache__", ".*_cache")
+_OUTPUTS = shutil.ignore_patterns(".git", ".venv", ".hypothesis", "build", "dist")  # beside fuseopt/, not inside
 
 
 def main() -> int:
@@ -24,7 +25,7 @@ def main() -> int:
     chosen = [mutant for mutant in MUTANTS if parser.parse_args().k in f"{mutant.what} {mutant.file}"]
     with tempfile.TemporaryDirectory(prefix="fuseopt-mutants-") as folder:
         tree = Path(folder) / "checkout"
-        shutil.copytree(CHECKOUT, tree, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        shutil.copytree(CHECKOUT, tree, ignore=_left_out)
         used = [sys.executable, "-c", "import fuseopt; print(fuseopt.__file__)"]
         found = subprocess.run(used, cwd=tree, capture_output=True, text=True, check=True).stdout.strip()
         if not Path(found).is_relative_to(tree):
@@ -33,6 +34,10 @@ def main() -> int:
         missed = sum(not _is_caught(mutant, tree) for mutant in chosen)
         print(f"{len(chosen)} faults, {len(chosen) - missed} caught")
         return 1 if missed else 0
+
+
+def _left_out(folder: str, names: list[str]) -> set[str]:
+    return _CACHES(folder, names) | (_OUTPUTS(folder, names) if Path(folder) == CHECKOUT else set())
 
 
 _sound: dict[tuple[tuple[str, ...], bool], bool] = {}

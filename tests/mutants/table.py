@@ -191,6 +191,27 @@ OPS = (
         ("tests/ops/decode/test_low_bit_cpu.py",),
     ),
     Mutant(
+        "a plan of a launch serves pointers of every alignment",
+        "fuseopt/csrc/python/launches.h",
+        "add_to_kind(static_cast<char>(address % kAlignment == 0));",
+        "",
+        ("tests/extend/test_launches.py",),
+    ),
+    Mutant(
+        "launches do not ask for hooks",
+        "fuseopt/extend/triton_expression.py",
+        "hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls",
+        "hooks.launch_enter_hook.calls",
+        ("tests/extend/test_launches.py",),
+    ),
+    Mutant(
+        "a kernel with scratch memory is launched without it",
+        "fuseopt/ops/triton/launch.py",
+        '"global_scratch_size": 0,',
+        "",
+        ("tests/extend/test_launches.py",),
+    ),
+    Mutant(
         "a replay gives an operation the recorded list itself",
         "fuseopt/csrc/python/tape.h",
         "c10::List<IValue> list = copied(argument.constant);",
@@ -467,8 +488,8 @@ TRAINING = (
     Mutant(
         "lazy logits are computed of a weight that has changed",
         "fuseopt/modules/lazy_logits.py",
-        "if is_same:",
-        "if True:",
+        "if not self._is_unwritten():",
+        "if False:",
         ("tests/modules/test_lazy_logits.py::test_logits_not_looked_at_before_the_weight_changed_are_refused",),
     ),
     Mutant(

@@ -1,6 +1,9 @@
 """The order of packed weights, read as the CUDA kernels read it: lane by lane, with their masks and magic numbers."""
 
 import struct
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -183,6 +186,28 @@ def test_other_weights_are_refused() -> None:
             op(input, other)
     with pytest.raises(ValueError, match=r"data must have shape \(1, 2112\), not \(1, 1056\)"):
         ops.decode_packed_linear(input, packed._replace(bits=8))
+
+
+@pytest.mark.parametrize("use", [unpacked, dequantize_packed, partial(ops.decode_packed_linear, torch.ones(2, 64))])
+def test_a_packed_weight_whose_parts_do_not_fit_is_refused(use: Callable[..., Any]) -> None:
+    packed = pack_for_cuda(quantize(torch.randn(40, 64), 4, 32), torch.bfloat16)
+    for changed, message in (
+        ({"outputs": 0}, "no PackedWeight with {'outputs': 0"),
+        ({"outputs": 100}, r"data must have shape \(7, 1152\), not \(3, 1152\)"),
+        ({"inputs": 60}, "'inputs': 60"),
+        ({"inputs": 56}, "'inputs': 56"),  # no multiple of the group
+        ({"bits": 3}, "'bits': 3"),
+        ({"group": 0}, "'group': 0"),
+        ({"has_zeros": True}, "data must have shape"),
+        ({"dtype": torch.float32}, "'dtype': torch.float32"),
+        ({"data": None}, "data of a PackedWeight must be uint8"),
+        ({"data": packed.data.view(torch.int8)}, "data of a PackedWeight must be uint8"),
+        ({"data": packed.data.flatten()}, "data of a PackedWeight must be uint8"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            use(packed._replace(**changed))
+    with pytest.raises(TypeError, match="must be a PackedWeight, as pack_for_cuda makes it, not Tensor"):
+        use(torch.ones(3))
 
 
 @pytest.mark.parametrize("bits, group, symmetric", [(8, 136, True), (4, 32, False), (4, 64, True), (4, 128, False)])

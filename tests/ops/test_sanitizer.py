@@ -28,7 +28,7 @@ OWN_TESTS = {
         "decode/test_grouped_attention.py",
         "tensor_cores or plain_kernel or many_rows or encoders_cache",
     ),
-    "decode_attention_, 8 bits": ("decode/test_quantized_attention_cuda.py", "test_kernel"),
+    "decode_attention_, 8 bits": ("decode/test_quantized_attention.py", "test_kernel"),
     "decode_rotary_store_": ("decode/test_rotary_store.py", "test_kernel_against"),
     "partial softmaxes that are no numbers": (
         "decode/test_attention.py",

@@ -100,7 +100,7 @@ def test_only_the_first_process_of_a_job_shows_it(monkeypatch, caplog):
 
 @pytest.mark.parametrize(
     ("notebook", "widgets", "module", "disabled"),
-    [(False, True, "tqdm.std", None), (True, False, "tqdm.std", False), (True, True, "tqdm.auto", False)],
+    [(False, True, "tqdm", None), (True, False, "tqdm", False), (True, True, "tqdm.auto", False)],
 )
 def test_a_bar_is_of_widgets_in_a_notebook_that_has_them_and_of_text_else(
     monkeypatch, notebook, widgets, module, disabled
@@ -112,7 +112,12 @@ def test_a_bar_is_of_widgets_in_a_notebook_that_has_them_and_of_text_else(
     monkeypatch.delitem(sys.modules, "ipykernel.zmqshell", raising=False)
     if notebook:
         monkeypatch.setitem(sys.modules, "ipykernel.zmqshell", sys)
-    assert announcements.bar_class() is importlib.import_module(module).tqdm
-    assert announcements.is_bar_disabled() is disabled
+    made = []
+    monkeypatch.setattr(f"{module}.tqdm", lambda iterable=None, **options: made.append(options) or iterable)
+    announcements.bar("here")
+    model = fuseopt.initialize(tiny.gpt2(), {"generation": {"weights": "int8"}})
+    model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=1)
     monkeypatch.setattr("transformers.utils.logging.is_progress_bar_enabled", lambda: False)
-    assert announcements.is_bar_disabled() is True
+    announcements.bar("there")
+    assert [each["desc"] for each in made] == ["here", "fuseopt quantises", "there"]
+    assert [each["disable"] for each in made] == [disabled, disabled, True]

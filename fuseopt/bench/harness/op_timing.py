@@ -17,6 +17,7 @@ from fuseopt.bench.harness.measure import not_compiled
 from fuseopt.bench.harness.op_cases import Contender, Float64Reference, OpCase, Work, auto_choice, contenders
 from fuseopt.bench.harness.records import COPY, Record
 from fuseopt.bench.harness.workloads import failed
+from fuseopt.errors import BackendError
 from fuseopt.runtime.timer import Call, Spread, Timing, device_seconds, host_seconds, time_in_turns, wall_seconds
 
 ROUNDS = 11
@@ -122,6 +123,9 @@ def _verified(
             error = reference.error(work.results(contender.function))
         except TorchDynamoException as failure:
             notes[name] = not_compiled(failure)
+            continue
+        except BackendError as refusal:  # of this call, by the backend's `supports`
+            notes[name] = str(refusal).rpartition("\n")[2].strip()
             continue
         except Exception as error_of_call:
             notes[name] = failed(error_of_call)

@@ -92,13 +92,13 @@ def _case(
     dtype = row.dtype_in(dtype)
     model = functools.cache(functools.partial(row.random_model, device, dtype))
 
-    def case(new: int, rounds: int, calls: int) -> ModelCase:
+    def case(name: str, new: int, rounds: int, calls: int) -> ModelCase:
         others = {}
         if compile_seconds is not None and row.beams == 1:  # transformers compiles no beam search
             others[STATIC] = limited(row.work(device, new, **_STATIC_CACHE), compile_seconds)
         work = row.work(device, new)
         return ModelCase(
-            row.name(dtype),
+            name,
             model,
             work,
             configs,
@@ -109,7 +109,9 @@ def _case(
             steps=new,
         )
 
-    return _RowCase(row, dtype, configs, case(1, _FIRST_TOKEN_ROUNDS, _FIRST_TOKENS), case(row.new, _ROUNDS, 1))
+    name = row.name(dtype)  # plans show both speed-ups, each under its case's name
+    first = case(f"the first token alone, {name}", 1, _FIRST_TOKEN_ROUNDS, _FIRST_TOKENS)
+    return _RowCase(row, dtype, configs, first, case(name, row.new, _ROUNDS, 1))
 
 
 def _records(case: _RowCase, device: torch.device, bandwidth: float) -> list[Record]:

@@ -198,6 +198,24 @@ def _prompt_attention(length: int, device: torch.device) -> dict[str, Call]:
     }
 
 
+def _prefix_attention(length: int, device: torch.device) -> dict[str, Call]:
+    heads, kv_heads = 32, 8
+    query = _random(device, 1, length, heads, 64)
+    keys, values = (_random(device, 1, kv_heads, length, 64) for _ in range(2))
+
+    def alternative() -> Tensor:
+        heads_first = query.transpose(1, 2)
+        attended = F.scaled_dot_product_attention(
+            heads_first, keys, values, is_causal=True, scale=0.125, enable_gqa=True
+        )
+        return attended.transpose(1, 2)
+
+    return {
+        KERNEL: lambda: ops.prefix_attention(query, keys, values, 0.125, pdl=True, backend="cuda"),
+        ALTERNATIVE: alternative,
+    }
+
+
 def _random(device: torch.device, *shape: int) -> Tensor:
     return torch.randn(shape, device=device, dtype=_DTYPE)
 
@@ -216,5 +234,6 @@ THRESHOLDS = (
     ),
     Threshold("decode_linear_max_rows_to_normalise", (32, 64, 96, 128, 160, 192, 256), _normalised_rows),
     Threshold("qkv_attention_min_columns", (512, 768, 1024, 1280, 1536), _qkv_attention, is_minimum=True),
+    Threshold("prefix_attention_max_length", (32, 64, 128, 256, 512, 1024), _prefix_attention),
     Threshold("prompt_attention_max_length", (32, 64, 128, 256, 512, 1024), _prompt_attention),
 )

@@ -111,19 +111,14 @@ void add_tiles(const Products& products) { add_tiles_of<BFloat16, BFloat16>(prod
 int64_t low_bit_tiles(const LowBitProducts& products) { return low_bit_tiles_of<BFloat16>(products); }
 constexpr BFloat16Kernels kKernels = {dot_tiles, add_tiles, low_bit_tiles};
 }  // namespace fuseopt::avx512_bf16
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+#include "cpu/target_end.h"
 #endif
 
 namespace fuseopt {
 
 const BFloat16Kernels* bfloat16_kernels() {
 #if defined(__x86_64__)
-  static const bool has_pairs = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
-                                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  static const bool has_pairs = __builtin_cpu_supports("avx512bf16") && has_avx512();
   if (has_pairs) return &avx512_bf16::kKernels;
 #endif
   return nullptr;

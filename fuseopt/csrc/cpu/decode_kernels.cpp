@@ -54,20 +54,15 @@ namespace fuseopt::avx512 {
 #include "cpu/by_dtype_body.h"
 constexpr DecodeKernels kKernels = {dot_lines, add_lines, dot_tiles, add_tiles, attend, low_bit};
 }
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+#include "cpu/target_end.h"
 #endif
 
 namespace fuseopt {
 
 const DecodeKernels& decode_kernels() {
 #if defined(FUSEOPT_HAS_AVX512)
-  static const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (has_avx512) return avx512::kKernels;
+  static const bool is_supported = has_avx512();
+  if (is_supported) return avx512::kKernels;
 #endif
   return own::kKernels;
 }

@@ -104,6 +104,14 @@ struct DecodeKernels {
 
 const DecodeKernels& decode_kernels();
 
+#if defined(__x86_64__)
+/// Whether the processor runs what is compiled for AVX-512.
+inline bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
 /// Tiles of bfloat16 weights whose input is bfloat16 too, in rows that zeros fill up to a multiple of kPaddedLength.
 struct BFloat16Kernels {
   void (*dot_tiles)(const Products&);

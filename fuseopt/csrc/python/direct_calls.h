@@ -3,12 +3,12 @@
 //
 // An OpOverload tries to convert each argument to every type that some overload allows. This class knows only the few
 // types in the schemas of fuseopt/ops, reads them in place and passes them to PyTorch's dispatcher. From there on all
-// is as with an OpOverload: dispatch modes, tracing, profiling and other devices' keys apply.
+// is as with an OpOverload: dispatch modes, profiling and other devices' keys apply.
 //
 // A call that needs more than the raw op returns NotImplemented, and the caller takes the general path. Such calls have
-// tensors of subclasses, gradients, transforms of torch.func, __torch_function__ modes, CUDA's autocast if it affects
-// the op (`autocasts`), arguments of other types, or arguments that the op refuses. The version counters of tensors
-// that the op writes to are incremented.
+// tensors of subclasses, gradients, transforms of torch.func, torch.jit.trace, __torch_function__ modes, CUDA's autocast
+// if it affects the op (`autocasts`), arguments of other types, or arguments that the op refuses. The version counters of
+// tensors that the op writes to are incremented.
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -168,6 +168,7 @@ PyObject* call_raw(const RawOp& op, PyObject* const* arguments, size_t count, Ch
   if (count > op.parameters.size() ||
       (checks == Checks::kAll &&
        (at::impl::torch_function_mode_enabled() ||
+        c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer) ||
         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)))) {
     Py_RETURN_NOTIMPLEMENTED;
   }

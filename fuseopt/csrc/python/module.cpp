@@ -1,8 +1,8 @@
 // The part of fuseopt that needs Python's tensors in C++. The stable ABI has no access to them, so this library is
 // compiled for one release of torch and Python. It is one file, because most of its compile time goes into torch's
 // headers.
-#include "python/bare_kernel.h"
 #include "python/direct_calls.h"
+#include "python/launches.h"
 #include "python/own_ops.h"
 #include "python/tape.h"
 #include "python/watch.h"
@@ -15,8 +15,6 @@ PyMethodDef functions[] = {
     {"call_ops", call_ops, METH_VARARGS, "call_ops(Op, EagerCalls): eager calls of users' ops run without Python"},
     {"run_own", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_own)), METH_FASTCALL,
      "run_own(op, kernel, arguments): the results of one kernel of a user's op"},
-    {"run_bare", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_bare)), METH_FASTCALL,
-     "run_bare(kernel, *arguments): the results of a user's kernel without host code"},
     {"record", record, METH_O, "record(function): runs a function of static tensors; a Tape that runs its operations again"},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -25,9 +23,10 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "fuseopt_python", nullptr, -1, func
 }  // namespace
 
 PyMODINIT_FUNC PyInit_fuseopt_python() {
-  if (PyType_Ready(direct_calls_type()) < 0 || PyType_Ready(tape_type()) < 0) return nullptr;
+  if (PyType_Ready(tape_type()) < 0) return nullptr;
   PyObject* created = PyModule_Create(&module);
-  PyObject* type = reinterpret_cast<PyObject*>(direct_calls_type());
-  if (created != nullptr && PyModule_AddObjectRef(created, "DirectCalls", type) < 0) Py_CLEAR(created);
+  for (PyTypeObject* const type : {direct_calls_type(), launches_type()}) {
+    if (created != nullptr && PyModule_AddType(created, type) < 0) Py_CLEAR(created);
+  }
   return created;
 }

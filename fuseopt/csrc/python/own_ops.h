@@ -1,13 +1,15 @@
 // Eager calls of users' ops (fuseopt/extend). Choosing and checking in Python would take several times as long as a
 // small kernel's launch.
 //
-// A kernel is here a tuple (kernel, function, raw, supports, results, gradient, name): the object that Python knows it
-// by; its function; a `DirectCalls` settled for the raw op that the function calls, or None; what is asked whether it
-// takes the arguments, or None; how many tensors it gives; its gradient (own_gradient.h), what is called with the arguments
-// in its place if one needs a gradient, or None where autograd sees through the function; and its name for errors.
+// A kernel is here a tuple (kernel, function, direct, supports, results, gradient, name): the object that Python knows it
+// by; its function; what runs in place of the function unless it returns NotImplemented, which is a `DirectCalls` settled
+// for the raw op that the function calls, a `Launches`, or None; what is asked whether it takes the arguments, or None; how
+// many tensors it gives; its gradient (own_gradient.h), what is called with the arguments in its place if one needs a
+// gradient, or None where autograd sees through the function; and its name for errors.
 #pragma once
 
 #include "python/direct_calls.h"
+#include "python/launches.h"
 #include "python/own_gradient.h"
 
 #include <structmember.h>
@@ -18,7 +20,7 @@
 
 namespace {
 
-enum KernelField { kKernel, kFunction, kRaw, kSupports, kResults, kGradient, kName, kKernelFields };
+enum KernelField { kKernel, kFunction, kDirect, kSupports, kResults, kGradient, kName, kKernelFields };
 
 struct Arguments {
   PyObject* const* items;
@@ -31,16 +33,15 @@ struct Seen {
   bool requires_grad = false;
 };
 
+// Whether autocast, a mode, a transform, a trace or a profiler has to see calls. Reads the keys of the thread once.
 bool is_observed() {
   using c10::DispatchKey;
-  using c10::impl::tls_is_dispatch_key_included;
-  return tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-         tls_is_dispatch_key_included(DispatchKey::Tracer) || at::impl::torch_function_mode_enabled() ||
-         c10::impl::dispatch_mode_enabled() || (at::isRecordFunctionEnabled() && at::hasCallbacks());
-}
-
-bool is_autocast_enabled() {
-  return is_cuda_autocast_enabled() || !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCPU);
+  const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
+  constexpr c10::DispatchKeySet observers({DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::Tracer});
+  constexpr c10::DispatchKeySet autocast({DispatchKey::AutocastCUDA, DispatchKey::AutocastCPU});
+  return keys.included_.has_any(observers) || !keys.excluded_.has_all(autocast) ||
+         at::impl::torch_function_mode_enabled() || c10::impl::dispatch_mode_enabled() ||
+         (at::isRecordFunctionEnabled() && at::hasCallbacks());
 }
 
 // Returns false if torch has to see the call: for a subclass, another device, or a tangent of forward-mode AD.
@@ -74,7 +75,7 @@ bool shares_storage(const at::Tensor& result, Arguments arguments) {
   return false;
 }
 
-// Whether a result is as an op promises it: a contiguous tensor with memory of its own.
+// Whether a result is as an op promises it: a contiguous tensor that shares no memory with an argument.
 bool is_as_promised(PyObject* result, Arguments arguments) {
   if (!THPVariable_CheckExact(result)) return false;
   const at::Tensor& tensor = THPVariable_Unpack(result);
@@ -86,7 +87,9 @@ bool are_as_promised(PyObject* output, Py_ssize_t results, Arguments arguments) 
   if (results == 1) return is_as_promised(output, arguments);
   if (!PyTuple_CheckExact(output) || PyTuple_GET_SIZE(output) != results) return false;
   for (Py_ssize_t i = 0; i < results; ++i) {
-    if (!is_as_promised(PyTuple_GET_ITEM(output, i), arguments)) return false;
+    PyObject* const result = PyTuple_GET_ITEM(output, i);
+    if (!is_as_promised(result, arguments)) return false;
+    if (shares_storage(THPVariable_Unpack(result), {&PyTuple_GET_ITEM(output, 0), i})) return false;
   }
   return true;
 }
@@ -107,10 +110,19 @@ void note(PyObject* kernel, const char* what) {
 #endif
 }
 
+using MaybePlanned = std::optional<PlannedCall>;
+
+// Looks up the plan of a kernel that is a `Launches`.
+void look_up(PyObject* kernel, Arguments arguments, MaybePlanned& planned) {
+  PyObject* const direct = PyTuple_GET_ITEM(kernel, kDirect);
+  if (Py_TYPE(direct) != launches_type()) return planned.reset();
+  planned.emplace(*reinterpret_cast<Launches*>(direct), arguments.items, arguments.count);
+}
+
 // 1 if the kernel takes the arguments, 0 if not, -1 with an exception.
-int takes(PyObject* kernel, Arguments arguments) {
+int takes(PyObject* kernel, Arguments arguments, const MaybePlanned& planned) {
   PyObject* const supports = PyTuple_GET_ITEM(kernel, kSupports);
-  if (supports == Py_None) return 1;
+  if (supports == Py_None || (planned && planned->has_plan() && planned->launches().supports == supports)) return 1;
   PyObject* answer = PyObject_Vectorcall(supports, arguments.items, static_cast<size_t>(arguments.count), nullptr);
   int result = -1;
   if (answer != nullptr) result = answer == Py_None || (!PyUnicode_Check(answer) && PyObject_IsTrue(answer));
@@ -120,11 +132,13 @@ int takes(PyObject* kernel, Arguments arguments) {
   return result;
 }
 
-PyObject* compute(PyObject* kernel, Arguments arguments, Checks checks) {
+PyObject* compute(PyObject* kernel, Arguments arguments, Checks checks, MaybePlanned& planned) {
   const auto count = static_cast<size_t>(arguments.count);
-  PyObject* const raw = PyTuple_GET_ITEM(kernel, kRaw);
-  if (raw != Py_None) {
-    PyObject* output = call_raw(reinterpret_cast<DirectCalls*>(raw)->settled.front(), arguments.items, count, checks);
+  PyObject* const direct = PyTuple_GET_ITEM(kernel, kDirect);
+  if (direct != Py_None) {
+    PyObject* output =
+        planned ? planned->run()
+                : call_raw(reinterpret_cast<DirectCalls*>(direct)->settled.front(), arguments.items, count, checks);
     if (output != Py_NotImplemented) return output;
     Py_DECREF(output);
   }
@@ -132,10 +146,10 @@ PyObject* compute(PyObject* kernel, Arguments arguments, Checks checks) {
 }
 
 // Results that are not as promised are made so by `op.finished(kernel, output, arguments)`.
-PyObject* run(PyObject* op, PyObject* kernel, PyObject* tuple, Checks checks) {
+PyObject* run(PyObject* op, PyObject* kernel, PyObject* tuple, Checks checks, MaybePlanned& planned) {
   static PyObject* const finished = PyUnicode_InternFromString("finished");
   const Arguments arguments{PySequence_Fast_ITEMS(tuple), PyTuple_GET_SIZE(tuple)};
-  PyObject* output = compute(kernel, arguments, checks);
+  PyObject* output = compute(kernel, arguments, checks, planned);
   if (output == nullptr) {
     note(kernel, "");
     return nullptr;
@@ -149,11 +163,11 @@ PyObject* run(PyObject* op, PyObject* kernel, PyObject* tuple, Checks checks) {
 }
 
 // The results with a node of autograd.
-PyObject* run_differentiably(PyObject* op, PyObject* kernel, PyObject* arguments) {
+PyObject* run_differentiably(PyObject* op, PyObject* kernel, PyObject* arguments, MaybePlanned& planned) {
   THPObjectPtr output;
   {
     const at::AutoGradMode none(false);
-    output = run(op, kernel, arguments, Checks::kTypes);
+    output = run(op, kernel, arguments, Checks::kTypes, planned);
   }
   if (!output) return nullptr;
   const auto [node, pointer] = make_node(PyTuple_GET_ITEM(kernel, kGradient), arguments);
@@ -163,8 +177,9 @@ PyObject* run_differentiably(PyObject* op, PyObject* kernel, PyObject* arguments
 
 bool is_kernel(PyObject* object) {
   if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) != kKernelFields) return false;
-  PyObject* const raw = PyTuple_GET_ITEM(object, kRaw);
-  return raw == Py_None || (Py_TYPE(raw) == direct_calls_type() && reinterpret_cast<DirectCalls*>(raw)->settled.size());
+  PyObject* const direct = PyTuple_GET_ITEM(object, kDirect);
+  return direct == Py_None || Py_TYPE(direct) == launches_type() ||
+         (Py_TYPE(direct) == direct_calls_type() && reinterpret_cast<DirectCalls*>(direct)->settled.size());
 }
 
 // `run_own(op, kernel, arguments)`: the kernel's results, as the op promises them.
@@ -174,7 +189,9 @@ PyObject* run_own(PyObject*, PyObject* const* given, Py_ssize_t count) {
     PyErr_SetString(PyExc_TypeError, "run_own takes an op, a kernel and a tuple of arguments");
     return nullptr;
   }
-  return run(given[0], given[1], given[2], Checks::kAll);
+  MaybePlanned planned;
+  look_up(given[1], {PySequence_Fast_ITEMS(given[2]), PyTuple_GET_SIZE(given[2])}, planned);
+  return run(given[0], given[1], given[2], Checks::kAll, planned);
   END_HANDLE_TH_ERRORS
 }
 
@@ -227,7 +244,7 @@ PyObject* call_own(PyObject* direct, PyObject* given, PyObject* keywords) {
   }
   const Arguments arguments{PySequence_Fast_ITEMS(tuple.get()), PyTuple_GET_SIZE(tuple.get())};
   Seen seen;
-  if (is_autocast_enabled() || is_observed() || !have_types(PyTuple_GET_ITEM(direct, kNumbers), arguments) ||
+  if (is_observed() || !have_types(PyTuple_GET_ITEM(direct, kNumbers), arguments) ||
       !look(arguments, seen) || seen.first == nullptr) {
     Py_RETURN_NOTIMPLEMENTED;
   }
@@ -239,14 +256,16 @@ PyObject* call_own(PyObject* direct, PyObject* given, PyObject* keywords) {
   PyObject* const calls = PyTuple_GET_ITEM(direct, kCalls);
   const bool needs_grad = seen.requires_grad && at::GradMode::is_enabled();
   const THPObjectPtr kernels(Py_NewRef(listed));  // another thread may replace them meanwhile
+  MaybePlanned planned;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kernels.get()); ++i) {
     PyObject* const kernel = PyTuple_GET_ITEM(kernels.get(), i);
-    const int does = takes(kernel, arguments);
+    look_up(kernel, arguments, planned);
+    const int does = takes(kernel, arguments, planned);
     if (does < 0) return nullptr;
     if (does == 0) continue;
     PyObject* const gradient = PyTuple_GET_ITEM(kernel, kGradient);
-    if (!needs_grad || gradient == Py_None) return run(calls, kernel, tuple.get(), Checks::kTypes);
-    if (is_gradient(gradient)) return run_differentiably(calls, kernel, tuple.get());
+    if (!needs_grad || gradient == Py_None) return run(calls, kernel, tuple.get(), Checks::kTypes, planned);
+    if (is_gradient(gradient)) return run_differentiably(calls, kernel, tuple.get(), planned);
     return PyObject_Vectorcall(gradient, arguments.items, static_cast<size_t>(arguments.count), nullptr);
   }
   Py_RETURN_NOTIMPLEMENTED;

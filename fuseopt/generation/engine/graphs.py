@@ -270,28 +270,14 @@ class StepGraphs(Captures):
         prompt()
         return note
 
-    def repeats_start(self, prompt: PromptWork[Any]) -> bool:
-        """True if a prompt should get a graph for its start only, which is faster than the graph for any start.
-
-        That is so from the second prompt with this start on, unless its capture would drop another prompt.
-        """
-        if prompt.key in self._prompts:
-            return True
-        repeats = ("start", prompt.key) in self._seen
-        self._mark_seen(("start", prompt.key))
-        return repeats and len(self._prompts) < _PROMPTS_PER_STEP * self.max_graphs
-
     def has_seen(self, work: Work[Any]) -> bool:
         """Whether such work has run before."""
         return work.key in self._seen
 
     def mark_seen(self, work: Work[Any]) -> None:
         """Says that the work has run. It is captured on its second use, so that no first call pays for a capture."""
-        self._mark_seen(work.key)
-
-    def _mark_seen(self, key: Hashable) -> None:
-        self._seen[key] = None
-        self._seen.move_to_end(key)
+        self._seen[work.key] = None
+        self._seen.move_to_end(work.key)
         if len(self._seen) > _MAX_SEEN:
             self._seen.popitem(last=False)
 

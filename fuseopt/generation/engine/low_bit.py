@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from fuseopt.config import LowBitOptions
+from fuseopt.generation.engine.device_constants import version_of
 from fuseopt.generation.engine.layers import Linear
 from fuseopt.generation.engine.parked_weights import is_parked, park, parkable
 from fuseopt.modules.quantised import UnreadableWeight, described
@@ -19,8 +19,8 @@ from fuseopt.ops.backends import assumed_gpu
 from fuseopt.ops.decode.packed_linear import LEAST_TRANSPOSED
 from fuseopt.ops.low_bit import LowBitWeight, dequantize, not_quantised_reason, quantize
 from fuseopt.ops.packed_weight import PackedWeight, not_packed_reason, pack_for_cuda, unpacked
-from fuseopt.runtime.announcements import announce, is_bar_disabled
-from fuseopt.runtime.written_values import ReadSamples, Samples, sample
+from fuseopt.runtime.announcements import announce, bar
+from fuseopt.runtime.written_values import ReadSamples, Samples
 
 Stored = LowBitWeight | PackedWeight
 """A quantised weight in the layout that the kernels of its device read."""
@@ -216,8 +216,7 @@ class LowBitWeights:
         options, choice = self.options, self._choice
         made: dict[Hashable, Stored] = {}
         begin, before, sizes = time.perf_counter(), self._made, {}
-        bar = tqdm(choice.layers, "fuseopt quantises", unit="layer", leave=False, delay=1, disable=is_bar_disabled())
-        for layer in bar:
+        for layer in bar("fuseopt quantises", iterable=choice.layers, unit="layer", delay=1):
             assert options is not None
             low_bit = []
             for index, weight in enumerate(layer.weights):
@@ -269,7 +268,7 @@ class LowBitWeights:
         # A parked weight may come back to the device at any time, or another Parameter may take its place.
         weights: list[Any] = [layer.weight for layer in self._parked]
         parked = ((id(weight), *_content(weight)) for weight in weights)
-        return (*parked, *map(_version, self._tensors), *(samples.read() for samples in self._samples))
+        return (*parked, *map(version_of, self._tensors), *(samples.read() for samples in self._samples))
 
     @property
     def parked_bytes(self) -> int:
@@ -349,9 +348,6 @@ def _key(weight: Tensor) -> tuple[Hashable, ...]:
 
 def _content(weight: Tensor) -> tuple[int | None, bytes]:
     """Version of a weight, and its sampled values: what a write changes."""
-    return _version(weight), sample(weight).cpu().numpy().tobytes()
-
-
-def _version(weight: Tensor) -> int | None:
-    """None in inference mode, where tensors have no version."""
-    return None if weight.is_inference() else weight._version
+    samples = Samples([weight])
+    samples.join()
+    return version_of(weight), samples.values()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fuseopt.runtime.references import weak_attribute
+from fuseopt.runtime.references import code_of_forward, weak_attribute
 
 
 class ParkedForward:
@@ -24,6 +24,7 @@ class ParkedForward:
     """
 
     layer = weak_attribute("layer")
+    __code__ = code_of_forward("layer")
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer

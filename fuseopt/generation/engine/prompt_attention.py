@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from fuseopt import ops
 from fuseopt.generation.engine.attention import attend, is_plain
@@ -19,7 +18,7 @@ from fuseopt.generation.engine.quantised_cache import LayerCache, fill
 from fuseopt.generation.engine.residual_stream import ResidualStream
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.prompt.prompts import store
-from fuseopt.ops.decode.prompt_attention import is_fast
+from fuseopt.ops.decode import prefix_attention, prompt_attention
 
 _flash_attention = torch.ops.aten._flash_attention_forward
 _MAX_FLASH_HEAD_DIM = 256
@@ -57,20 +56,16 @@ class PromptAttention:
         self.slot = state.start_slot if state.start_varies else None
         # By the window of a layer, the mask that is added to its scores, [rows or 1, 1, length, end]. With None the
         # attention is causal and adds nothing.
-        self.masks: dict[int | None, Tensor | CausalBias | None] = {}
+        self.masks: dict[int | None, Tensor | None] = {}
         self.without_masks: _AttentionFromSlot | None = None
         # For capped scores PyTorch has no attention that allows a row without keys.
         is_capped = any(attention.softcap is not None for attention in attentions)
         windows = set(map(self._window, attentions))
         hidden = torch.finfo(state.dtype).min if is_capped else -torch.inf
-        has_flash = not masked and reads_start_on_device(state, attentions)
-        if has_flash and (state.start_varies or windows != {None}):
+        if not masked and reads_start_on_device(state, attentions):
             self.without_masks = _AttentionFromSlot(state, length)
-        for window in windows:
-            if has_flash:
-                # With few queries this attention splits the keys among blocks; `_AttentionFromSlot` does not.
-                self.masks[window] = causal_lower_right(length, end) if start else None
-            elif masked or is_capped or start or window is not None:
+        for window in windows if self.without_masks is None else ():
+            if masked or is_capped or start or window is not None:
                 seen = causal_mask(length, state.device, start)[None, None]
                 seen = seen if window is None else seen.triu(start + 1 - window)
                 seen = seen & state.keep[:, None, None, :end] if masked else seen
@@ -102,16 +97,18 @@ class PromptAttention:
         projected = stream.linear(attention.qkv, attention.norm)
         if not self.start and mask is None and is_plain(attention) and projected.shape[1] == 3 * kv_heads * head_dim:
             qkv = projected.unflatten(1, (3, kv_heads, head_dim)).unflatten(0, self.size)
-            if is_fast(qkv, cache[0], cache[1]):
+            if prompt_attention.is_fast(qkv, cache[0], cache[1]):
                 return ops.prompt_attention_(qkv, cache[0], cache[1], attention.scale, pdl=True).flatten(0, 1)
-        query = self._stored(projected, attention, cache)
-        if self.without_masks is not None and (self.slot is not None or self._window(attention) is not None):
-            return self.without_masks.attend(query, cache, attention.scale, attention.window)
+        slots = self.without_masks
+        if slots is not None and (slots.has_kernel or self.start or self._window(attention) is not None):
+            query = self._stored(projected, attention, cache, None if slots.has_kernel else self.in_prompt)
+            return slots.attend(query, cache, attention.scale, attention.window)
+        query = self._stored(projected, attention, cache, self.in_prompt)
         keys, values = cache[:, :, :, : self.end].unbind()
         if attention.softcap is None:
             groups = query.shape[1] // kv_heads
             shares = groups > 1
-            if shares and cache.is_cuda and mask is not None and not isinstance(mask, CausalBias):
+            if shares and cache.is_cuda and mask is not None:
                 # With a mask, PyTorch's fast kernels share no heads on a GPU.
                 keys, values = (part.repeat_interleave(groups, dim=1) for part in (keys, values))
                 shares = False
@@ -134,9 +131,9 @@ class PromptAttention:
         """The layer's window; None if it is no smaller than the prompt."""
         return None if attention.window is None or attention.window >= self.end else attention.window
 
-    def _stored(self, projected: Tensor, attention: SelfAttention, cache: Tensor) -> Tensor:
-        """Writes keys and values of the projection [rows * length, any] to a layer's cache, and zeros for padding:
-        PyTorch's attention multiplies masked values by 0, and 0 * NaN is NaN.
+    def _stored(self, projected: Tensor, attention: SelfAttention, cache: Tensor, in_prompt: Tensor | None) -> Tensor:
+        """Writes keys and values of the projection [rows * length, any] to a layer's cache, and zeros for tokens that
+        are not `in_prompt`: PyTorch's attention multiplies masked values by 0, and 0 * NaN is NaN.
 
         Returns:
             the queries [rows, heads, length, head_dim].
@@ -147,8 +144,8 @@ class PromptAttention:
             options = options_of_op(attention, head_dim, self.tables, self.positions)
             if options is not None:
                 qkv = projected.unflatten(1, (-1, head_dim)).unflatten(0, self.size)
-                if self.in_prompt is not None:
-                    store(qkv, qkv, self.in_prompt[:, None, None])
+                if in_prompt is not None:
+                    store(qkv, qkv, in_prompt[:, None, None])
                 query = ops.decode_rotary_store_(qkv, cache[0], cache[1], slot=self.slot, **options, pdl=True)
                 return query.transpose(1, 2)
         query, key, value = split_heads(projected, attention, kv_heads, head_dim)
@@ -157,7 +154,7 @@ class PromptAttention:
             table = self.tables[id(attention.rotary)].index_select(0, self.positions.flatten())
             query, key = (rotated(part, table, attention.rotary) for part in (query, key))
         query, key, value = (part.unflatten(0, self.size).transpose(1, 2) for part in (query, key, value))
-        counts = None if self.in_prompt is None else self.in_prompt[:, None]
+        counts = None if in_prompt is None else in_prompt[:, None]
         for slots, vectors in ((cache[0], key), (cache[1], value)):
             if self.slot is None:
                 store(slots[:, :, :length], vectors, counts)
@@ -189,10 +186,15 @@ class _AttentionFromSlot:
 
     Args:
         length: tokens a row, with the padding after them.
+
+    Attributes:
+        has_kernel: `ops.prefix_attention` computes it, which takes padding for zeros, and splits the keys among blocks.
     """
 
     def __init__(self, state: DecodeState, length: int) -> None:
         rows, (kv_heads, capacity) = state.sizes.rows, state.cache.shape[3:5]
+        self.start, self.filled = state.start_slot if state.start else None, state.slot
+        self.has_kernel = prefix_attention.is_fast(length, *state.cache[0])
         self.length, numbers = length, torch.arange(rows + 1, dtype=torch.int32, device=state.device)
         self.queries_begin, self.keys_begin = numbers * length, numbers * (kv_heads * capacity)
         self.keys = (state.prefilled_slots(length)[-1:] + 1).int().repeat(rows)
@@ -208,6 +210,17 @@ class _AttentionFromSlot:
         Returns:
             [rows * length, heads * head_dim].
         """
+        if self.has_kernel:
+            return ops.prefix_attention(
+                query.transpose(1, 2),
+                cache[0],
+                cache[1],
+                scale,
+                start=self.start,
+                filled=self.filled,
+                window=window or 0,
+                pdl=True,
+            ).flatten(0, 1)
         _, rows, kv_heads, capacity, head_dim = cache.shape
         size = (rows - 1) * kv_heads * capacity + capacity, kv_heads, head_dim
         keys, values = (part.as_strided(size, (head_dim, capacity * head_dim, 1)) for part in cache)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from fuseopt import ops
 from fuseopt.config import LowBitOptions
 from fuseopt.generation.engine.attention import StepAttention, additive, is_plain
+from fuseopt.generation.engine.device_constants import version_of
 from fuseopt.generation.engine.l2_prefetch import plan_l2_prefetch
 from fuseopt.generation.engine.layers import (
     Linear,
@@ -109,7 +110,7 @@ class SpecStep(DecodeStep):
         """`config_fields`, and the buffers of `buffers_of` by address and version."""
         fields = (getattr(model.config, name, None) for name in cls.config_fields)
         buffers = (
-            (buffer.data_ptr(), buffer.dtype, None if buffer.is_inference() else buffer._version)
+            (buffer.data_ptr(), buffer.dtype, version_of(buffer))
             for module in cls.buffers_of(model)
             for buffer in module._buffers.values()
             if buffer is not None

@@ -19,7 +19,7 @@ from fuseopt.modules.lora import described
 from fuseopt.modules.quantised import UnreadableWeight
 from fuseopt.runtime.memory import is_out_of_memory
 from fuseopt.runtime.references import weak_attribute
-from fuseopt.runtime.written_values import ReadSamples, Samples
+from fuseopt.runtime.written_values import ReadSamples, Samples, WeightVersions
 
 
 class ModelCheck(NamedTuple):
@@ -168,27 +168,24 @@ class CheckedStep:
     def _versions(self) -> tuple[Hashable, ...]:
         return () if self.low_bit is None else self.low_bit.versions()
 
-    def weight_versions(self) -> tuple[Hashable, ...] | None:
+    def weight_versions(self) -> WeightVersions | None:
         """Versions and samples of the weights, and the active adapters; None if a weight has no version.
 
-        The result differs after a write to a weight. A write that changes no version, such as a fused optimizer's, is
-        seen if it changes a sampled value: at least 64 of each weight are. `check` finds other changes. Waits for the
-        device.
+        `check` finds other changes.
         """
         found = self._fingerprint
         assert found is not None, "there is a step"
-        if any(parameter.is_inference() for parameter in found.parameters):
-            return None
+        if self._sampled is not found:
+            is_inference = any(parameter.is_inference() for parameter in found.parameters)
+            self._sampled, self._reading = found, None if is_inference else ReadSamples(Samples(found.parameters))
         reading = self._reading
-        if reading is None or self._sampled is not found:
-            self._sampled, self._reading = found, ReadSamples(Samples(found.parameters))
-            reading = self._reading
-        elif reading.runs == 1 and reading.state.device.type == "cuda" and self.graphs.max_graphs:
+        if reading is None:
+            return None
+        if reading.runs == 1 and reading.state.device.type == "cuda" and self.graphs.max_graphs:
             # A graph of the one kernel that reads the samples takes the host less time than their views.
             self.graphs.record(reading, (), "a read of the weights")
-        reading()
         versions = [parameter._version for parameter in found.parameters]
-        return (*versions, *found.lora.versions(), reading.values())
+        return WeightVersions((*versions, *found.lora.versions()), reading.start())
 
     def use_encoder(self, *, check_now: bool) -> str | None:
         """Prepares `encoder` for this call.

@@ -66,17 +66,17 @@ def prefill(
         early: the prompt, if it was queued early.
     """
     prefilled = _prefill(step, model, graphs, state, input_ids, config, model_kwargs, early)
-    is_unquantised = prefilled.is_unquantised or _reads_unquantised(step, graphs, input_ids)
+    is_unquantised = prefilled.is_unquantised or reads_unquantised(step, graphs, *input_ids.shape)
     note = joined_notes(UNQUANTISED_PROMPT if is_unquantised else "", prefilled.note)
     return replace(prefilled, is_unquantised=is_unquantised, note=note)
 
 
-def _reads_unquantised(step: DecodeStep, graphs: StepGraphs, input_ids: Tensor) -> bool:
+def reads_unquantised(step: DecodeStep, graphs: StepGraphs, rows: int, length: int) -> bool:
     """Whether products of prompts of this size, padded if they are captured, read the unquantised weights."""
-    most, (rows, length) = step.most_quantised_rows, input_ids.shape
+    most = step.most_quantised_rows
     if not step.is_quantised or most is None or length == 1:
         return False
-    padded = prompt_length_for(rows, length, input_ids.device) if graphs.max_graphs else None
+    padded = prompt_length_for(rows, length, step.shape.device) if graphs.max_graphs else None
     return rows * (padded or length) > most
 
 

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from fuseopt.generation.engine.state import CacheShape, DecodeState
 from fuseopt.generation.prompt.prompts import is_aligned, store
+from fuseopt.runtime.host_copy import HostCopy
 from fuseopt.runtime.memory import is_out_of_memory
+from fuseopt.runtime.written_values import WeightVersions
 
 BLOCK = 16
 """Tokens in a block."""
@@ -71,16 +73,16 @@ class PrefixCache:
 
     Args:
         mebibytes: largest size of the pool.
-        weight_versions: returns a value that changes with the weights, after it has waited for the current stream; None
-            if changes cannot be seen.
+        weight_versions: returns what changes with the weights; None if changes cannot be seen.
 
     Attributes:
         shape: of the model's cache, from the first prompt on.
     """
 
-    def __init__(self, mebibytes: int, weight_versions: Callable[[], Hashable | None]) -> None:
+    def __init__(self, mebibytes: int, weight_versions: Callable[[], WeightVersions | None]) -> None:
         self.mebibytes, self._weight_versions = mebibytes, weight_versions
-        self._versions: Hashable = None
+        self._versions: WeightVersions | None = None
+        self._samples: Hashable = None
         self._numbers = itertools.count(1)
         self._skips_next = False
         self._reused: int | None = None
@@ -125,7 +127,9 @@ class PrefixCache:
     def find(
         self, shape: CacheShape, input_ids: Tensor, keep: Tensor | None, positions: Tensor | None
     ) -> PrefixMatch | str:
-        """The cached prefix of each prompt, or why the cache is not used. Waits for the device.
+        """The cached prefix of each prompt, or why the cache is not used. Waits for `input_ids`.
+
+        A prefix is valid only if `confirmed` returns it.
 
         Args:
             shape: of the model's cache.
@@ -139,20 +143,19 @@ class PrefixCache:
             return "its memory was freed, since memory ran out"
         if not self.capacity:
             return f"a block takes {shape.bytes_per_slot * BLOCK / _MIB:.2f} of {self.mebibytes} MiB"
-        # The copy runs while the samples of the weights are read, which the host has to wait for anyway.
-        on_host = input_ids.to("cpu", torch.int64, non_blocking=True)
+        on_host = HostCopy(input_ids, torch.int64)
         versions = self._weight_versions()
         if versions is None:
             return "writes to weights made in inference mode cannot be seen"
-        if versions != self._versions:
+        if self._versions is None or versions.known != self._versions.known:
             self.clear()
-            self._versions = versions
+        self._versions = versions
         length = input_ids.shape[1]
         paddings = _paddings(input_ids, keep, positions)
         if isinstance(paddings, str):
             return paddings
         rows = []
-        for ids, padding in zip(on_host, paddings, strict=True):
+        for ids, padding in zip(on_host.read(), paddings, strict=True):
             held = ids[padding:].numpy().tobytes()
             chain = self._chain(held)
             rows.append(_Row(padding, held, chain, [self._blocks[key].place for key in chain]))
@@ -160,6 +163,23 @@ class PrefixCache:
         start = min(length - 1, *(row.padding + BLOCK * len(row.places) for row in rows))
         saved = sum(max(0, start - row.padding) for row in rows)
         return PrefixMatch(start if saved else 0, saved, rows)
+
+    def confirmed(self, match: PrefixMatch) -> PrefixMatch:
+        """Waits for the samples of the weights that `find` has begun to read, and drops all blocks if they changed.
+
+        Returns:
+            `match` if its blocks are of these weights; else one without blocks, with which the prompt has to run again.
+        """
+        assert self._versions is not None, "`find` has set them"
+        samples = self._versions.sampled()
+        if samples == self._samples:
+            return match
+        self.clear()
+        self._samples = samples
+        if not match.saved:
+            return match
+        self._reused = 0
+        return PrefixMatch(0, 0, [row._replace(chain=(), places=()) for row in match.rows])
 
     def load(self, match: PrefixMatch, state: DecodeState, before: Sequence[_Row]) -> None:
         """Fills the first `match.start` slots of `state.cache`, and sets `state.start`.

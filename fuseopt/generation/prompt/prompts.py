@@ -37,16 +37,13 @@ def run_forward(
     padded = prompt_length_for(prompts, length, state.device) if captures else None
     if padded is not None and state.start and state.start + padded > state.sizes.capacity:
         padded = None
-    state.may_pad, state.start_varies = padded is not None, False
+    state.may_pad, state.start_varies = padded is not None, any_start
+    if state.start:
+        state.start_slot.fill_(state.start)
     if padded is None:
         forward(state, length, masked)
         return ""
-    prompt = PromptWork(forward, state, padded, masked)
-    if any_start and not graphs.repeats_start(prompt):
-        state.start_varies = True
-        state.start_slot.fill_(state.start)
-        prompt = PromptWork(forward, state, padded, masked)
-    return graphs.run_prompt(prompt)
+    return graphs.run_prompt(PromptWork(forward, state, padded, masked))
 
 
 def run_tokens(
@@ -73,10 +70,15 @@ def run_tokens(
     if isinstance(match, str):
         note = run_forward(step.prefill, graphs, state, rows, length, keep is not None)
         return joined_notes(note, f"the prefix cache was not used: {match}")
-    prefixes.load(match, state, before)
-    any_start = match.start > 0 and keep is None and step.takes_any_start(state)
-    note = run_forward(step.prefill, graphs, state, rows, length - match.start, keep is not None, any_start=any_start)
-    return joined_notes(note, match.note, prefixes.store(match, state))
+    while True:
+        prefixes.load(match, state, before)
+        new, any_start = length - match.start, match.start > 0 and keep is None and step.takes_any_start(state)
+        note = run_forward(step.prefill, graphs, state, rows, new, keep is not None, any_start=any_start)
+        # The device reads samples of the weights before the prompt, and the host waits for them after queuing it.
+        confirmed = prefixes.confirmed(match)
+        if confirmed is match:
+            return joined_notes(note, match.note, prefixes.store(match, state))
+        match, before = confirmed, ()
 
 
 def joined_notes(*notes: str) -> str:

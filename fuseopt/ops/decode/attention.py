@@ -8,14 +8,14 @@ At long contexts, reading the cache limits attention, so a cache may be stored w
 """
 
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fuseopt.ops import registry
 from fuseopt.ops.decode import quantized_heads
-from fuseopt.ops.decode.attention_checks import check, check_options, check_update
+from fuseopt.ops.decode.attention_checks import Caches, check, check_options, check_update
 from fuseopt.ops.decode.head_rotation import HeadRotation
 from fuseopt.ops.decode.quantized_heads import as_bytes, dequantize_heads, quantize_heads
 from fuseopt.ops.library import compute_dtype, define, without_autocast
@@ -92,11 +92,6 @@ def attend_reference(
         return (probabilities @ values).transpose(1, 2).reshape(rows, heads * head_dim).to(query.dtype)
 
 
-def decode_attention_reference(*tensors: Tensor, **options: Any) -> Tensor:
-    """`decode_attention` in plain PyTorch."""
-    return decode_attention(*tensors, **options, backend="reference")
-
-
 def decode_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -147,13 +142,13 @@ def decode_attention(
         TypeError: lengths or starts that are not int32 or int64, a mask that is not bool.
         BackendError: the named backend cannot run here; the message says why.
     """
-    check(query, key_cache, value_cache, lengths, starts, mask, bias, key_scales, value_scales)
     caches = key_cache, value_cache, key_scales, value_scales
+    check(query, caches, lengths, starts, mask, bias)
     chosen = _backend(backend, query, caches, bias)
     if chosen != "reference":
         stored = (as_bytes(key_cache), as_bytes(value_cache), key_scales, value_scales)
         return RAW[chosen](query, *stored, lengths, starts, mask, bias, scale, pdl)
-    keys, values = _dequantised(*caches, query)
+    keys, values = _dequantised(caches, query)
     return attend_reference(query, keys, values, lengths, starts, mask, bias, scale)
 
 
@@ -221,11 +216,12 @@ def decode_attention_(
             rotary that is not float32, BackendError for tensors that require a gradient under grad mode, because a
             cache takes no part in autograd.
     """
-    check_update(query, key, value, key_cache, value_cache, positions, mask, starts, bias, key_scales, value_scales)
+    caches = key_cache, value_cache, key_scales, value_scales
+    check(query, caches, positions, starts, mask, bias)
+    check_update(query, key, value, caches)
     rotation = HeadRotation(rotary, row_positions, interleaved, q_norm, k_norm, norm_eps, norm_offset)
     rotation.check(query.shape[2], (query.shape[0],))
     check_options(query, key_cache, positions, ancestry, window, softcap)
-    caches = key_cache, value_cache, key_scales, value_scales
     chosen = _backend(backend, query, caches, key, value, bias, q_norm, k_norm)
     if chosen != "reference":
         step = (query, key, value, as_bytes(key_cache), as_bytes(value_cache), key_scales, value_scales)
@@ -239,16 +235,14 @@ def decode_attention_(
         new_values, value_scales[rows, :, ends] = quantize_heads(new_values, value_cache.dtype)
     for cache, vectors in ((key_cache, new_keys), (value_cache, new_values)):
         as_bytes(cache)[rows, :, ends] = as_bytes(vectors)  # PyTorch cannot index float8
-    keys, values = _dequantised(*caches, query)
+    keys, values = _dequantised(caches, query)
     if ancestry is not None:
         keys, values = gathered((keys, values), ancestry, ends)
     query = rotation.of_queries(query)
     return attend_reference(query, keys, values, positions + 1, starts, mask, bias, scale, window, softcap)
 
 
-def _backend(
-    backend: str, query: Tensor, caches: tuple[Tensor, Tensor, Tensor | None, Tensor | None], *others: Tensor | None
-) -> str:
+def _backend(backend: str, query: Tensor, caches: Caches, *others: Tensor | None) -> str:
     keys, values, *scales = caches
     if scales[0] is None:
         return registry.pick_without_gradient("decode_attention", backend, (query.dtype,), query, keys, values, *others)
@@ -259,9 +253,8 @@ def _backend(
     )
 
 
-def _dequantised(
-    keys: Tensor, values: Tensor, key_scales: Tensor | None, value_scales: Tensor | None, query: Tensor
-) -> tuple[Tensor, Tensor]:
+def _dequantised(caches: Caches, query: Tensor) -> tuple[Tensor, Tensor]:
+    keys, values, key_scales, value_scales = caches
     if key_scales is None or value_scales is None:
         return keys, values
     dtype = compute_dtype(query)
@@ -275,6 +268,9 @@ def gathered(caches: tuple[Tensor, Tensor], ancestry: Tensor, places: Tensor) ->
     sources = torch.where(slots < places.unsqueeze(1), ancestry.long(), rows)
     keys, values = (cache[sources, :, slots].transpose(1, 2) for cache in caches)
     return keys, values
+
+
+decode_attention_reference = partial(decode_attention, backend="reference")
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

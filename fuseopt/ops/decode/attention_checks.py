@@ -6,19 +6,20 @@ from torch import Tensor
 from fuseopt.ops.decode.quantized_heads import LARGEST
 from fuseopt.ops.library import check_shape, compute_dtype
 
+Caches = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Keys, values, and the scales of both or None, as `decode_attention` takes them."""
+
 
 def check(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    caches: Caches,
     lengths: Tensor,
-    starts: Tensor | None,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
+    starts: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> None:
     """Raises ValueError or TypeError unless these can be arguments of one call of `decode_attention`."""
+    key_cache, value_cache, key_scales, value_scales = caches
     if query.dim() != 3 or key_cache.dim() != 4:
         raise ValueError(
             "query must be [rows, heads, head_dim] and key_cache [batch, kv_heads, capacity, head_dim], not"
@@ -61,21 +62,9 @@ def check(
         raise ValueError(f"bias must be [{heads}, distances], not {tuple(bias.shape)}")
 
 
-def check_update(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    positions: Tensor,
-    mask: Tensor | None,
-    starts: Tensor | None = None,
-    bias: Tensor | None = None,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
-) -> None:
-    """Raises ValueError or TypeError unless these can be the query, key, value and caches of one step."""
-    check(query, key_cache, value_cache, positions, starts, mask, bias, key_scales, value_scales)
+def check_update(query: Tensor, key: Tensor, value: Tensor, caches: Caches) -> None:
+    """Raises ValueError unless a step can write `key` and `value` to caches that `check` has passed."""
+    key_cache, value_cache, key_scales, value_scales = caches
     kv_shape = torch.Size((query.shape[0], key_cache.shape[1], query.shape[2]))
     for name, tensor in (("key", key), ("value", value)):
         check_shape(name, tensor, kv_shape)

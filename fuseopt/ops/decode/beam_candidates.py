@@ -5,6 +5,7 @@ Upstream: `GenerationMixin._beam_search` of transformers from the logits to the 
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -62,20 +63,6 @@ def _check(scores: Tensor, running_scores: Tensor, count: int, edits: LogitsEdit
         raise ValueError(f"count must be between 1 and the {continuations} continuations of an item, not {count}")
     if edits is not None:
         check_edits(edits, *scores.shape)
-
-
-def beam_candidates_reference(
-    scores: Tensor,
-    running_scores: Tensor,
-    count: int,
-    *,
-    log_softmax: bool = False,
-    edits: LogitsEdits | None = None,
-    pdl: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """`beam_candidates` in plain PyTorch."""
-    _check(scores, running_scores, count, edits)
-    return _reference(scores, running_scores, count, log_softmax, edits)
 
 
 def beam_candidates(
@@ -193,7 +180,7 @@ registry.register(
     registry.Op(
         name="beam_candidates",
         function=beam_candidates,
-        reference=beam_candidates_reference,
+        reference=partial(beam_candidates, backend="reference"),
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.REFERENCE),
         benchmarks=(registry.Benchmark(bench_input, shapes=("32x4x32128", "8x4x50257"), eager=_two_operations),),

@@ -5,6 +5,7 @@ table of the rows that each beam's ancestors wrote is reordered, not the cache's
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 from fuseopt.ops import registry
 from fuseopt.ops.decode.select import write_flag
-from fuseopt.ops.library import check_shape, define
+from fuseopt.ops.library import check_shape, define, no_result
 
 # One warp sorts the candidates of an item.
 MAX_CANDIDATES = 32
@@ -27,11 +28,9 @@ _TENSORS = (
 )
 
 
-def _fake(*arguments: object) -> None:
-    return None
-
-
-RAW = define(f"decode_beams_({_TENSORS}, int vocabulary, bool stops_when_full, bool advance, bool pdl) -> ()", _fake)
+RAW = define(
+    f"decode_beams_({_TENSORS}, int vocabulary, bool stops_when_full, bool advance, bool pdl) -> ()", no_result
+)
 
 
 def _reference(
@@ -243,11 +242,6 @@ def decode_beams_(
         RAW[chosen](values, places, *tensors, *one_each, arrived, limit, penalties, eos, *options, pdl)
 
 
-def decode_beams_reference(*arguments: Tensor | None, **options: object) -> None:
-    """`decode_beams_` in plain PyTorch."""
-    decode_beams_(*arguments, **options, backend="reference")  # type: ignore[arg-type]
-
-
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
     def integers(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
@@ -286,7 +280,7 @@ registry.register(
     registry.Op(
         name="decode_beams_",
         function=decode_beams_,
-        reference=decode_beams_reference,
+        reference=partial(decode_beams_, backend="reference"),
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.REFERENCE),
         in_place=True,

@@ -9,6 +9,7 @@ Upstream, in the order in which `generate()` applies them: `RepetitionPenaltyLog
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -170,11 +171,6 @@ def for_kernel(edits: LogitsEdits | None) -> tuple[object, ...]:
     return () if edits is None else tuple(edits)
 
 
-def edit_logits_reference(logits: Tensor, edits: LogitsEdits, *, pdl: bool = False) -> Tensor:
-    """`edit_logits` in plain PyTorch."""
-    return edit_logits(logits, edits, backend="reference")
-
-
 def edit_logits(logits: Tensor, edits: LogitsEdits, *, pdl: bool = False, backend: str = "auto") -> Tensor:
     """`logits` in float32 after `edits`, with the roundings of upstream's chain.
 
@@ -242,7 +238,7 @@ registry.register(
     registry.Op(
         name="edit_logits",
         function=edit_logits,
-        reference=edit_logits_reference,
+        reference=partial(edit_logits, backend="reference"),
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.REFERENCE),
         benchmarks=(registry.Benchmark(bench_input, shapes=("64x50257", "256x32128")),),

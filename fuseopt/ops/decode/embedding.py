@@ -1,6 +1,7 @@
 """The start of a decode step in one launch: the embedding of each row's token, plus that of its position."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -43,19 +44,6 @@ def check_embedding(tokens: Tensor, weight: Tensor, positions: Tensor | None, po
             raise TypeError(f"positions must be {tokens.dtype} as tokens are, not {positions.dtype}")
         if position_weight.dtype != weight.dtype:
             raise ValueError(f"position_weight must have weight's dtype {weight.dtype}, not {position_weight.dtype}")
-
-
-def decode_embedding_reference(
-    tokens: Tensor,
-    weight: Tensor,
-    positions: Tensor | None = None,
-    position_weight: Tensor | None = None,
-    *,
-    pdl: bool = False,
-) -> Tensor:
-    """`decode_embedding` in plain PyTorch."""
-    check_embedding(tokens, weight, positions, position_weight)
-    return _reference(tokens, weight, positions, position_weight)
 
 
 def decode_embedding(
@@ -110,7 +98,7 @@ registry.register(
     registry.Op(
         name="decode_embedding",
         function=decode_embedding,
-        reference=decode_embedding_reference,
+        reference=partial(decode_embedding, backend="reference"),
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.REFERENCE),
     )

@@ -1,6 +1,7 @@
 """The end of a greedy decode step whose scores nothing else reads: the head, then each row's likeliest token."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,47 +9,16 @@ from torch import Tensor
 
 from fuseopt.ops import registry
 from fuseopt.ops.decode.edit_logits import OPTIONAL_EDITS, LogitsEdits, check_edits, for_kernel
-from fuseopt.ops.decode.linear import FEW_ROWS, check_layer, decode_linear
+from fuseopt.ops.decode.linear import FEW_ROWS, LayerOptions, check_layer, decode_linear
 from fuseopt.ops.decode.linear_partials import SPLIT_K, accepts_partials, check_partials, summed
-from fuseopt.ops.decode.select import check_state, decode_select_
-from fuseopt.ops.library import define
-
-
-def _fake(
-    input: Tensor,
-    split_k_partials: Tensor | None,
-    weight: Tensor,
-    norm: str,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    prefetch: Sequence[Tensor],
-    tokens: Tensor,
-    ids: Tensor,
-    length: Tensor,
-    unfinished: Tensor,
-    going: Tensor,
-    pad: Tensor,
-    eos: Tensor | None,
-    counters: Sequence[Tensor],
-    pdl: bool,
-    *edits: object,
-) -> None:
-    return None
-
+from fuseopt.ops.decode.select import STATE_SCHEMA, check_state, decode_select_
+from fuseopt.ops.library import define, no_result
 
 RAW = define(
     "decode_head_select_(Tensor input, Tensor? split_k_partials, Tensor weight, str norm, Tensor? norm_weight,"
-    " Tensor? norm_bias, float eps, Tensor[] prefetch, Tensor(a!) tokens, Tensor(b!) ids, Tensor(c!) length,"
-    " Tensor(d!) unfinished, Tensor(e!) going, Tensor pad, Tensor? eos, Tensor(f!)[] counters, bool pdl,"
-    f" {OPTIONAL_EDITS}) -> ()",
-    _fake,
+    f" Tensor? norm_bias, float eps, Tensor[] prefetch, {STATE_SCHEMA}, bool pdl, {OPTIONAL_EDITS}) -> ()",
+    no_result,
 )
-
-
-def decode_head_select_reference(*arguments: Tensor | None, **options: object) -> None:
-    """`decode_head_select_` in plain PyTorch."""
-    decode_head_select_(*arguments, **options, backend="reference")  # type: ignore[arg-type]
 
 
 def decode_head_select_(
@@ -100,7 +70,7 @@ def decode_head_select_(
         raise ValueError(
             f"input must be [rows, K] and weight [V, K] with V > 0, not {tuple(input.shape)} and {tuple(weight.shape)}"
         )
-    check_layer(input, [weight], [], None, norm, norm_weight, norm_bias, None, False)
+    check_layer(input, [weight], options=LayerOptions(None, norm or "", norm_weight, norm_bias))
     check_state(len(input), tokens, ids, length, unfinished, going, pad)
     if edits is not None:
         check_edits(edits, len(input), len(weight))
@@ -155,7 +125,7 @@ registry.register(
     registry.Op(
         name="decode_head_select_",
         function=decode_head_select_,
-        reference=decode_head_select_reference,
+        reference=partial(decode_head_select_, backend="reference"),
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.REFERENCE),
         in_place=True,

@@ -5,8 +5,9 @@ kernels read the weight in place, before the previous kernel has ended, and comp
 The CPU kernels read the weight once for all rows, in the order in which it is stored.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch import Tensor
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
 from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
-from fuseopt.ops.low_bit import LowBitWeight
+from fuseopt.ops.low_bit import LowBitWeight, check_kind
 from fuseopt.ops.packed_weight import PackedWeight
 from fuseopt.tuning import table_of
 
@@ -57,45 +58,62 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def out_columns(weights: Sequence[Tensor | LowBitWeight | PackedWeight], gated: bool) -> int:
-    outputs = [weight.shape[0] for weight in weights]
-    return outputs[0] if gated else sum(outputs)
-
-
-def output_dtype(weight: Tensor, residual: Tensor | None) -> torch.dtype:
-    return weight.dtype if residual is None else torch.promote_types(weight.dtype, residual.dtype)
-
-
-def _fake(
-    input: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    residual: Tensor | None,
-    norm: str,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    activation: str,
-    gated: bool,
-    pdl: bool,
-    prefetch: Sequence[Tensor],
-) -> Tensor:
-    shape = (*input.shape[:-1], out_columns(weights, gated))
-    return input.new_empty(shape, dtype=output_dtype(weights[0], residual))
-
-
-RAW = define(
-    "decode_linear(Tensor input, Tensor[] weights, Tensor[] biases, Tensor? residual, str norm, Tensor? norm_weight,"
-    " Tensor? norm_bias, float eps, str activation, bool gated, bool pdl,"
-    " Tensor[] prefetch) -> Tensor",
-    _fake,
+LAYER_SCHEMA = (
+    "Tensor? residual, str norm, Tensor? norm_weight, Tensor? norm_bias, float eps, str activation, bool gated,"
+    " bool pdl, Tensor[] prefetch"
 )
 
 
-def normalised_input(
-    input: Tensor, norm: str, weight: Tensor | None, bias: Tensor | None, eps: float, rounded_to: torch.dtype
-) -> Tensor:
+class LayerOptions(NamedTuple):
+    """What surrounds the products of a layer: the last arguments of the raw ops, in the order of `LAYER_SCHEMA`.
+
+    Attributes: as `decode_linear` takes them; "" stands for no norm and no activation.
+    """
+
+    residual: Tensor | None = None
+    norm: str = ""
+    norm_weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+    eps: float = 0.0
+    activation: str = ""
+    gated: bool = False
+    pdl: bool = False
+    prefetch: Sequence[Tensor] = ()
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors that the result depends on."""
+        return self.residual, self.norm_weight, self.norm_bias
+
+    def columns(self, outputs: Sequence[int]) -> int:
+        """The number of columns of the result, for weights with these numbers of outputs."""
+        return outputs[0] if self.gated else sum(outputs)
+
+
+_NO_OPTIONS = LayerOptions()
+
+
+def new_output(input: Tensor, outputs: Sequence[int], dtype: torch.dtype, options: LayerOptions) -> Tensor:
+    """An uninitialised result for weights of `outputs` and `dtype`, for the fakes of the raw ops."""
+    shape = (*input.shape[:-1], options.columns(outputs))
+    return input.new_empty(shape, dtype=output_dtype(dtype, options.residual))
+
+
+def output_dtype(dtype: torch.dtype, residual: Tensor | None) -> torch.dtype:
+    """The dtype of a result, for weights of `dtype`."""
+    return dtype if residual is None else torch.promote_types(dtype, residual.dtype)
+
+
+def _fake(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *options: Any) -> Tensor:
+    return new_output(input, list(map(len, weights)), weights[0].dtype, LayerOptions(*options))
+
+
+RAW = define(f"decode_linear(Tensor input, Tensor[] weights, Tensor[] biases, {LAYER_SCHEMA}) -> Tensor", _fake)
+
+
+def _normalised(input: Tensor, options: LayerOptions, rounded_to: torch.dtype) -> Tensor:
     """The linear layer's input, rounded to its weight's dtype as the upstream modules leave it."""
+    _, norm, weight, bias, eps, *_ = options
     if norm == "":
         return input.to(rounded_to)
     dtype = compute_dtype(input, weight)
@@ -115,41 +133,58 @@ def reference_layer(
     input: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
-    residual: Tensor | None,
-    norm: str,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    activation: str,
-    gated: bool,
+    options: LayerOptions,
     rounded_to: torch.dtype | None = None,
+    updates: Callable[[Tensor], Sequence[Tensor]] | None = None,
 ) -> Tensor:
     """`decode_linear` in plain PyTorch.
 
     Args:
         rounded_to: dtype of the norm's result, and of the output without a residual; that of `weights` if None.
+        updates: called with the normalised input, returns what is added to the product of each weight.
     """
     rounded_to = rounded_to or weights[0].dtype
     with without_autocast(input):
         dtype = compute_dtype(weights[0])
-        x = normalised_input(input, norm, norm_weight, norm_bias, eps, rounded_to).to(dtype)
+        x = _normalised(input, options, rounded_to).to(dtype)
         products = [F.linear(x, weight.to(dtype)) for weight in weights]
+        if updates is not None:
+            products = [product + update for product, update in zip(products, updates(x), strict=True)]
         if biases:
             products = [product + bias.to(dtype) for product, bias in zip(products, biases, strict=True)]
-        if activation:
-            products[0] = ACTIVATIONS[activation](products[0])
-            if not gated:
-                products[1:] = [ACTIVATIONS[activation](product) for product in products[1:]]
-        output = products[0] * products[1] if gated else torch.cat(products, -1)
-        if residual is not None:
-            output = output + residual.to(torch.promote_types(dtype, residual.dtype))
-        return output.to(rounded_to if residual is None else torch.promote_types(rounded_to, residual.dtype))
+        return ended(products, options, output_dtype(rounded_to, options.residual))
 
 
-def as_list(tensors: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
+def ended(products: list[Tensor], options: LayerOptions, dtype: torch.dtype) -> Tensor:
+    """The layer's result in `dtype`, from the product of each weight: activation, gate and residual."""
+    if options.activation:
+        activation = ACTIVATIONS[options.activation]
+        products = [activation(products[0]), *(products[1:] if options.gated else map(activation, products[1:]))]
+    output = products[0] * products[1] if options.gated else torch.cat(products, -1)
+    if options.residual is not None:
+        output = output + options.residual.to(torch.promote_types(output.dtype, options.residual.dtype))
+    return output.to(dtype)
+
+
+def _one_or_several(argument: Any) -> list[Any]:
+    """`argument` as a list. A quantised weight is a named tuple, and one."""
+    is_one = isinstance(argument, Tensor) or hasattr(argument, "_fields") or not isinstance(argument, Iterable)
+    return [argument] if is_one else list(argument)
+
+
+def as_list(name: str, tensors: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
+    """The argument `name`, one tensor or several, as a list; an empty one for None.
+
+    Raises:
+        TypeError: something else than a tensor.
+    """
     if tensors is None:
         return []
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    listed = _one_or_several(tensors)
+    for each in listed:
+        if not isinstance(each, Tensor):
+            raise TypeError(f"{name} must be a tensor or a list of tensors, not {type(each).__name__}")
+    return listed
 
 
 def quantised_list(weight: Any, kind: type[_Quantised], made_by: str) -> list[_Quantised]:
@@ -158,37 +193,31 @@ def quantised_list(weight: Any, kind: type[_Quantised], made_by: str) -> list[_Q
     Raises:
         TypeError: something else than `kind`, which `made_by` makes, is among them.
     """
-    # Both kinds are named tuples.
-    weights = list(weight) if isinstance(weight, (list, tuple)) and not hasattr(weight, "_fields") else [weight]
+    weights = _one_or_several(weight)
     for each in weights:
-        if not isinstance(each, kind):
-            raise TypeError(f"weight must be a {kind.__name__}, as {made_by} makes it, not {type(each).__name__}")
+        check_kind(each, kind, made_by)
     return weights
 
 
 def check_layer(
     input: Tensor,
     weights: Sequence[Tensor | LowBitWeight | PackedWeight],
-    biases: Sequence[Tensor],
-    residual: Tensor | None,
-    norm: str | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    activation: str | None,
-    gated: bool,
+    biases: Sequence[Tensor] = (),
+    options: LayerOptions = _NO_OPTIONS,
 ) -> None:
     """Raises a ValueError where these cannot be a layer."""
-    if norm not in (None, *NORMS):
+    residual, norm, norm_weight, norm_bias, _, activation, gated, *_ = options
+    if norm not in ("", *NORMS):
         raise ValueError(f"norm must be None, {', '.join(map(repr, NORMS))}, not {norm!r}")
-    if norm is None and (norm_weight is not None or norm_bias is not None):
+    if not norm and (norm_weight is not None or norm_bias is not None):
         raise ValueError("norm_weight and norm_bias need a norm")
     if norm != "layer_norm" and norm_bias is not None:
         raise ValueError(f"{norm} has no bias")
-    if activation not in (None, *ACTIVATIONS):
+    if activation not in ("", *ACTIVATIONS):
         raise ValueError(f"activation must be None, {', '.join(map(repr, ACTIVATIONS))}, not {activation!r}")
     if not 1 <= len(weights) <= 3:
         raise ValueError(f"one to three weights, not {len(weights)}")
-    if gated and (len(weights) != 2 or activation is None):
+    if gated and (len(weights) != 2 or not activation):
         raise ValueError("gated takes two weights and an activation")
     for weight in weights:
         rows = weights[0].shape[0] if gated else weight.shape[0]
@@ -203,7 +232,8 @@ def check_layer(
         if parameter is not None:
             check_shape(name, parameter, input.shape[-1:])
     if residual is not None:
-        check_shape("residual", residual, torch.Size((*input.shape[:-1], out_columns(weights, gated))))
+        columns = options.columns([weight.shape[0] for weight in weights])
+        check_shape("residual", residual, torch.Size((*input.shape[:-1], columns)))
 
 
 def is_fast(
@@ -252,29 +282,6 @@ def _has_tiles(device: torch.device) -> bool:
     """Whether a GPU has what csrc/cuda/decode/linear/tiles.cuh takes: clusters and enough shared memory."""
     properties = torch.cuda.get_device_properties(device)
     return properties.major >= 9 and properties.shared_memory_per_block_optin >= _TILES_SHARED_BYTES
-
-
-def decode_linear_reference(
-    input: Tensor,
-    weight: Tensor | Sequence[Tensor],
-    bias: Tensor | Sequence[Tensor] | None = None,
-    *,
-    residual: Tensor | None = None,
-    norm: str | None = None,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    eps: float = 1e-5,
-    activation: str | None = None,
-    gated: bool = False,
-    pdl: bool = False,
-    prefetch: Sequence[Tensor] = (),
-) -> Tensor:
-    """`decode_linear` in plain PyTorch, for any number of rows."""
-    weights, biases = as_list(weight), as_list(bias)
-    check_layer(input, weights, biases, residual, norm, norm_weight, norm_bias, activation, gated)
-    return reference_layer(
-        input, weights, biases, residual, norm or "", norm_weight, norm_bias, eps, activation or "", gated
-    )
 
 
 def decode_linear(
@@ -331,8 +338,11 @@ def decode_linear(
         ValueError: shapes or options that do not fit together.
         BackendError: the backend named cannot run here; the message says why.
     """
-    weights, biases = as_list(weight), as_list(bias)
-    check_layer(input, weights, biases, residual, norm, norm_weight, norm_bias, activation, gated)
+    weights, biases = as_list("weight", weight), as_list("bias", bias)
+    options = LayerOptions(
+        residual, norm or "", norm_weight, norm_bias, eps, activation or "", gated, pdl, list(prefetch)
+    )
+    check_layer(input, weights, biases, options)
     rows = input.shape[:-1].numel()
     if rows > MAX_ROWS:
         if backend not in ("auto", "reference"):
@@ -341,21 +351,14 @@ def decode_linear(
     elif backend == "auto" and not is_fast(input, weights, residual, norm, gated):
         chosen = "reference"
     else:
-        chosen = registry.pick_without_gradient(
-            "decode_linear",
-            backend,
-            (input.dtype, weights[0].dtype),
-            input,
-            *weights,
-            *biases,
-            residual,
-            norm_weight,
-            norm_bias,
-        )
-    arguments = (input, weights, biases, residual, norm or "", norm_weight, norm_bias, eps, activation or "", gated)
+        dtypes, tensors = (input.dtype, weights[0].dtype), (input, *weights, *biases, *options.tensors)
+        chosen = registry.pick_without_gradient("decode_linear", backend, dtypes, *tensors)
     if chosen == "reference":
-        return reference_layer(*arguments)
-    return RAW[chosen](*arguments, pdl, list(prefetch))
+        return reference_layer(input, weights, biases, options)
+    return RAW[chosen](input, weights, biases, *options)
+
+
+decode_linear_reference = functools.partial(decode_linear, backend="reference")
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

@@ -6,6 +6,7 @@ cluster does not start before the previous kernel has ended.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
-from fuseopt.ops.decode.linear import check_layer, decode_linear
+from fuseopt.ops.decode.linear import LayerOptions, check_layer, decode_linear
 from fuseopt.ops.library import check_shape, compute_dtype, define
 
 SPLIT_K = 2
@@ -30,18 +31,7 @@ RAW_PARTIALS = define(
 )
 
 
-def _fake_of_sum(
-    input: Tensor,
-    split_k_partials: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: str,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    pdl: bool,
-    prefetch: Sequence[Tensor],
-) -> tuple[Tensor, Tensor]:
+def _fake_of_sum(input: Tensor, split_k_partials: Tensor, weight: Tensor, *further: object) -> tuple[Tensor, Tensor]:
     output = input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=weight.dtype)
     return output, input.new_empty(input.shape)
 
@@ -94,11 +84,6 @@ def first_share(columns: int) -> int:
     return -(-columns // (SPLIT_K * _OF_WARP)) * _OF_WARP
 
 
-def decode_linear_partials_reference(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`decode_linear_partials` in plain PyTorch, for any number of rows."""
-    return decode_linear_partials(input, weight, bias, backend="reference")
-
-
 def decode_linear_partials(
     input: Tensor,
     weight: Tensor,
@@ -125,7 +110,7 @@ def decode_linear_partials(
         ValueError: shapes that do not fit together.
         BackendError: the backend named cannot run here; the message says why.
     """
-    check_layer(input, [weight], [] if bias is None else [bias], None, None, None, None, None, False)
+    check_layer(input, [weight], [] if bias is None else [bias])
     dtypes = (input.dtype, weight.dtype)
     chosen = registry.pick_without_gradient("decode_linear_partials", backend, dtypes, input, weight, bias)
     if chosen != "reference" and emits_partials(input, weight, bias):
@@ -137,13 +122,6 @@ def decode_linear_partials(
     if weight.shape[1] > share:
         split_k_partials[1] = decode_linear(input[..., share:], weight[:, share:], residual=none, backend=each)
     return torch.stack(split_k_partials)
-
-
-def decode_linear_of_sum_reference(
-    input: Tensor, split_k_partials: Tensor, weight: Tensor, bias: Tensor | None = None, **norm: Any
-) -> tuple[Tensor, Tensor]:
-    """`decode_linear_of_sum` in plain PyTorch, for any number of rows."""
-    return decode_linear_of_sum(input, split_k_partials, weight, bias, **norm, backend="reference")
 
 
 def summed(input: Tensor, split_k_partials: Tensor) -> Tensor:
@@ -193,19 +171,23 @@ def decode_linear_of_sum(
         TypeError: split_k_partials of another dtype.
         BackendError: the backend named cannot run here; the message says why.
     """
-    check_layer(input, [weight], [] if bias is None else [bias], None, norm, norm_weight, norm_bias, None, False)
+    options = LayerOptions(None, norm or "", norm_weight, norm_bias)
+    check_layer(input, [weight], [] if bias is None else [bias], options)
     check_partials(input, split_k_partials, norm)
     dtypes, parameters = (input.dtype, weight.dtype), (weight, bias, norm_weight, norm_bias)
     tensors = input, split_k_partials, *parameters
     chosen = registry.pick_without_gradient("decode_linear_of_sum", backend, dtypes, *tensors)
     of_norm: dict[str, Any] = {"norm": norm, "norm_weight": norm_weight, "norm_bias": norm_bias}
     if chosen != "reference" and accepts_partials(input, weight, bias, **of_norm):
-        options = norm, norm_weight, norm_bias, eps, pdl, list(prefetch)
-        return RAW_OF_SUM[chosen](input, split_k_partials, weight, bias, *options)
+        others = norm, norm_weight, norm_bias, eps, pdl, list(prefetch)
+        return RAW_OF_SUM[chosen](input, split_k_partials, weight, bias, *others)
     sum = summed(input, split_k_partials)
     each = "reference" if chosen == "reference" else backend
     output = decode_linear(sum, weight, bias, **of_norm, eps=eps, backend=each)
     return output, sum
+
+
+decode_linear_partials_reference = partial(decode_linear_partials, backend="reference")
 
 
 def _partials_samples(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
@@ -244,7 +226,7 @@ registry.register(
         name="decode_linear_of_sum",
         raw=("decode_linear_of_sum", "accepts_partials"),
         function=decode_linear_of_sum,
-        reference=decode_linear_of_sum_reference,
+        reference=partial(decode_linear_of_sum, backend="reference"),
         sample_inputs=_of_sum_samples,
         backends=(registry.CUDA, registry.REFERENCE),
     )

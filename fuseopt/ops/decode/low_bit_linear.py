@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,13 +10,21 @@ from torch import Tensor
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
-from fuseopt.ops.decode.linear import as_list, check_layer, out_columns, quantised_list, reference_layer
+from fuseopt.ops.decode.linear import (
+    LAYER_SCHEMA,
+    LayerOptions,
+    as_list,
+    check_layer,
+    new_output,
+    quantised_list,
+    reference_layer,
+)
 from fuseopt.ops.decode.low_bit_samples import low_bit_samples, sample_weight
 from fuseopt.ops.decode.packed_linear import decode_packed_linear
 from fuseopt.ops.dequantize_packed import dequantize_packed
-from fuseopt.ops.library import check_shape, define, without_autocast
-from fuseopt.ops.low_bit import GROUPS, MAX_ROWS, LowBitWeight, dequantize
-from fuseopt.ops.packed_weight import PackedWeight, unpacked
+from fuseopt.ops.library import define, without_autocast
+from fuseopt.ops.low_bit import MAX_ROWS, LowBitWeight, check_low_bit, dequantize
+from fuseopt.ops.packed_weight import PackedWeight, check_input, check_packed, unpacked
 
 _CPU = registry.NativeBackend("cpu", dtypes=(torch.float32, torch.bfloat16, torch.float16))
 
@@ -26,51 +35,22 @@ def _fake(
     scales: Sequence[Tensor],
     zeros: Sequence[Tensor],
     biases: Sequence[Tensor],
-    residual: Tensor | None,
-    norm: str,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    activation: str,
-    gated: bool,
-    pdl: bool,
-    prefetch: Sequence[Tensor],
+    *options: Any,
 ) -> Tensor:
-    dtype = input.dtype if residual is None else torch.promote_types(input.dtype, residual.dtype)
-    return input.new_empty((*input.shape[:-1], out_columns(values, gated)), dtype=dtype)
+    return new_output(input, list(map(len, values)), input.dtype, LayerOptions(*options))
 
 
 RAW = define(
     "decode_low_bit_linear(Tensor input, Tensor[] values, Tensor[] scales, Tensor[] zeros, Tensor[] biases,"
-    " Tensor? residual, str norm, Tensor? norm_weight, Tensor? norm_bias, float eps, str activation, bool gated,"
-    " bool pdl, Tensor[] prefetch) -> Tensor",
+    f" {LAYER_SCHEMA}) -> Tensor",
     _fake,
 )
 
 
-def _check_weight(weight: LowBitWeight) -> None:
-    """Raises where a LowBitWeight's tensors do not fit together."""
-    values, scales, zeros, bits, group = weight
-    outputs, inputs = weight.shape
-    if bits not in (4, 8) or group not in ((inputs,) if bits == 8 else GROUPS) or inputs % max(group, 1):
-        raise ValueError(f"no LowBitWeight of {inputs} inputs has {bits} bits and groups of {group}")
-    if values.dtype is not (torch.int8 if bits == 8 else torch.int32):
-        raise TypeError(f"values of {bits} bits must be {'int8' if bits == 8 else 'int32'}, not {values.dtype}")
-    groups = torch.Size((outputs, 1 if bits == 8 else inputs // group))
-    check_shape("scales", scales, groups)
-    if not scales.dtype.is_floating_point:
-        raise TypeError(f"scales must be floating point, not {scales.dtype}")
-    if zeros is not None:
-        if bits == 8:
-            raise ValueError("8 bits have no zeros")
-        check_shape("zeros", zeros, groups)
-        if zeros.dtype is not torch.uint8:
-            raise TypeError(f"zeros must be uint8, not {zeros.dtype}")
-
-
 def _check(input: Tensor, weights: Sequence[LowBitWeight]) -> None:
     for weight in weights:
-        _check_weight(weight)
+        check_low_bit(weight)
+    check_input(input, weights)
     if len({(weight.bits, weight.group, weight.zeros is None, weight.scales.dtype) for weight in weights}) > 1:
         raise ValueError("weights must have the same bits, groups, zero points or none, and dtype of scales")
 
@@ -114,9 +94,12 @@ def decode_low_bit_linear(
         TypeError: another weight than a LowBitWeight, or dtypes other than its own.
         BackendError: the backend named cannot run here; the message says why.
     """
-    weights, biases = quantised_list(weight, LowBitWeight, "quantize"), as_list(bias)
+    weights, biases = quantised_list(weight, LowBitWeight, "quantize"), as_list("bias", bias)
     _check(input, weights)
-    check_layer(input, weights, biases, residual, norm, norm_weight, norm_bias, activation, gated)
+    options = LayerOptions(
+        residual, norm or "", norm_weight, norm_bias, eps, activation or "", gated, pdl, list(prefetch)
+    )
+    check_layer(input, weights, biases, options)
     rows = input.shape[:-1].numel()
     if rows > MAX_ROWS:
         if backend not in ("auto", "reference"):
@@ -125,17 +108,15 @@ def decode_low_bit_linear(
             )
         chosen = "reference"
     else:
-        tensors = (input, *biases, residual, norm_weight, norm_bias)
+        tensors = (input, *biases, *options.tensors)
         chosen = registry.pick_without_gradient("decode_low_bit_linear", backend, (input.dtype,), *tensors)
-    of_norm = (norm or "", norm_weight, norm_bias, eps)
     if chosen == "reference":
         exact = torch.promote_types(input.dtype, torch.float32)
         dequantized = [dequantize(part, exact) for part in weights]
-        return reference_layer(input, dequantized, biases, residual, *of_norm, activation or "", gated, input.dtype)
+        return reference_layer(input, dequantized, biases, options, input.dtype)
     values, scales = [part.values for part in weights], [part.scales for part in weights]
     zeros = [part.zeros for part in weights if part.zeros is not None]
-    layer = (values, scales, zeros, biases, residual, *of_norm, activation or "", gated)
-    return RAW[chosen](input, *layer, pdl, list(prefetch))
+    return RAW[chosen](input, values, scales, zeros, biases, *options)
 
 
 def low_bit_linear(
@@ -161,17 +142,21 @@ def low_bit_linear(
     Raises:
         ValueError, TypeError, BackendError: as `decode_low_bit_linear` raises them.
     """
+    check_input(input)
     if input.shape[:-1].numel() <= MAX_ROWS or backend != "auto":
         if isinstance(weight, PackedWeight):
             return decode_packed_linear(input, weight, bias, backend=backend)
         return decode_low_bit_linear(input, weight, bias, backend=backend)
+    if isinstance(weight, PackedWeight):
+        check_packed(weight)
+    else:
+        check_low_bit(weight)
+    check_input(input, [weight])
+    check_layer(input, [weight], as_list("bias", bias))
     if isinstance(weight, PackedWeight) and input.dtype is weight.dtype:
         dequantized = dequantize_packed(weight)
     else:
-        weight = unpacked(weight)
-        _check(input, [weight])
-        dequantized = dequantize(weight, input.dtype)
-    check_layer(input, [weight], as_list(bias), None, None, None, None, None, False)
+        dequantized = dequantize(unpacked(weight), input.dtype)
     with without_autocast(input):
         return F.linear(input, dequantized, None if bias is None else bias.to(input.dtype))
 

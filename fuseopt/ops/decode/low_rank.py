@@ -5,6 +5,7 @@ first blocks compute a row of `a` each and leave the result where all blocks rea
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +15,17 @@ from torch import Tensor
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
 from fuseopt.ops.decode.linear import (
-    ACTIVATIONS,
+    LAYER_SCHEMA,
     MAX_ROWS,
+    LayerOptions,
+    as_list,
     check_layer,
     decode_linear,
+    ended,
     is_fast,
-    normalised_input,
-    out_columns,
+    new_output,
     output_dtype,
+    reference_layer,
 )
 from fuseopt.ops.decode.linear_partials import is_at_an_address
 from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
@@ -43,25 +47,12 @@ def _fake(
     a: Tensor,
     b: Sequence[Tensor],
     exchange: Tensor | None,
-    residual: Tensor | None,
-    norm: str,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    activation: str,
-    gated: bool,
-    pdl: bool,
-    prefetch: Sequence[Tensor],
+    *options: Any,
 ) -> Tensor:
-    shape = (*input.shape[:-1], out_columns(weights, gated))
-    return input.new_empty(shape, dtype=output_dtype(weights[0], residual))
+    return new_output(input, list(map(len, weights)), weights[0].dtype, LayerOptions(*options))
 
 
-_LAYER = (
-    "(Tensor input, Tensor[] weights, Tensor[] biases, Tensor a, Tensor[] b, Tensor? exchange, Tensor? residual,"
-    " str norm, Tensor? norm_weight, Tensor? norm_bias, float eps, str activation, bool gated, bool pdl,"
-    " Tensor[] prefetch)"
-)
+_LAYER = f"(Tensor input, Tensor[] weights, Tensor[] biases, Tensor a, Tensor[] b, Tensor? exchange, {LAYER_SCHEMA})"
 RAW = define(f"decode_linear_low_rank{_LAYER} -> Tensor", _fake)
 # Of tensors without an address nobody knows.
 RAW_TAKES = define(f"takes_low_rank{_LAYER} -> bool", lambda *arguments: False)
@@ -103,11 +94,6 @@ def updates(input: Tensor, a: Tensor, b: Sequence[Tensor]) -> list[Tensor]:
     """
     projected = F.linear(input, a).split([factor.shape[1] for factor in b], dim=-1)
     return [F.linear(part, factor) for part, factor in zip(projected, b, strict=True)]
-
-
-def decode_linear_low_rank_reference(*tensors: Any, **options: Any) -> Tensor:
-    """`decode_linear_low_rank` in plain PyTorch, for any number of rows."""
-    return decode_linear_low_rank(*tensors, **options, backend="reference")
 
 
 def decode_linear_low_rank(
@@ -156,52 +142,28 @@ def decode_linear_low_rank(
 
     Source: https://arxiv.org/abs/2106.09685
     """
-    weights = [weight] if isinstance(weight, Tensor) else list(weight)
-    biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
-    factors = [b] if isinstance(b, Tensor) else list(b)
-    check_layer(input, weights, biases, residual, norm, norm_weight, norm_bias, activation, gated)
+    weights, biases, factors = as_list("weight", weight), as_list("bias", bias), as_list("b", b)
+    options = LayerOptions(
+        residual, norm or "", norm_weight, norm_bias, eps, activation or "", gated, pdl, list(prefetch)
+    )
+    check_layer(input, weights, biases, options)
     _check(input, weights, a, factors, exchange)
     rows = input.shape[:-1].numel()
     if rows > MAX_ROWS and backend not in ("auto", "reference"):
         raise BackendError(f"decode_linear_low_rank: {backend!r} takes {MAX_ROWS} rows at most, not {rows}")
     chosen = "reference"
     if rows <= MAX_ROWS and (backend != "auto" or is_fast(input, weights, residual, norm, gated)):
-        tensors = input, *weights, *biases, a, *factors, residual, norm_weight, norm_bias
+        tensors = input, *weights, *biases, a, *factors, *options.tensors
         dtypes = (input.dtype, weights[0].dtype)
         chosen = registry.pick_without_gradient("decode_linear_low_rank", backend, dtypes, *tensors)
-    of_norm = norm or "", norm_weight, norm_bias, eps
     if chosen == "reference":
-        return _reference(input, weights, biases, a, factors, residual, *of_norm, activation or "", gated)
-    ending = residual, *of_norm, activation or "", gated, pdl, list(prefetch)
-    if chosen == "cpu" or takes_low_rank(input, weights, biases, a, factors, exchange, *ending):
-        return RAW[chosen](input, weights, biases, a, factors, exchange, *ending)
+        wide = [factor.to(compute_dtype(weights[0])) for factor in (a, *factors)]
+        return reference_layer(input, weights, biases, options, updates=lambda x: updates(x, wide[0], wide[1:]))
+    arguments = input, weights, biases, a, factors, exchange, *options
+    if chosen == "cpu" or takes_low_rank(*arguments):
+        return RAW[chosen](*arguments)
     with without_autocast(input):
-        return _composed(input, weights, biases, a, factors, *ending)
-
-
-def _reference(
-    input: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    a: Tensor,
-    b: Sequence[Tensor],
-    residual: Tensor | None,
-    norm: str,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    activation: str,
-    gated: bool,
-) -> Tensor:
-    with without_autocast(input):
-        dtype = compute_dtype(weights[0])
-        x = normalised_input(input, norm, norm_weight, norm_bias, eps, weights[0].dtype).to(dtype)
-        products = [F.linear(x, weight.to(dtype)) for weight in weights]
-        added = updates(x, a.to(dtype), [factor.to(dtype) for factor in b])
-        products = [product + update for product, update in zip(products, added, strict=True)]
-        if biases:
-            products = [product + bias.to(dtype) for product, bias in zip(products, biases, strict=True)]
-        return _ended(products, activation, gated, residual, output_dtype(weights[0], residual))
+        return _composed(input, weights, biases, a, factors, options)
 
 
 def _composed(
@@ -210,17 +172,10 @@ def _composed(
     biases: Sequence[Tensor],
     a: Tensor,
     b: Sequence[Tensor],
-    residual: Tensor | None,
-    norm: str,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    activation: str,
-    gated: bool,
-    pdl: bool,
-    prefetch: Sequence[Tensor],
+    options: LayerOptions,
 ) -> Tensor:
     """By `decode_linear` and the products of the update."""
+    residual, norm, norm_weight, norm_bias, eps, activation, _, pdl, prefetch = options
     of_norm: dict[str, Any] = {
         "norm": norm or None,
         "norm_weight": norm_weight,
@@ -237,18 +192,7 @@ def _composed(
             part += F.linear(own, factor)
     if not activation:
         return output
-    return _ended(list(parts), activation, gated, residual, output_dtype(weights[0], residual))
-
-
-def _ended(products: list[Tensor], activation: str, gated: bool, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if activation:
-        products[0] = ACTIVATIONS[activation](products[0])
-        if not gated:
-            products[1:] = [ACTIVATIONS[activation](product) for product in products[1:]]
-    output = products[0] * products[1] if gated else torch.cat(products, -1)
-    if residual is not None:
-        output = output + residual.to(torch.promote_types(output.dtype, residual.dtype))
-    return output.to(dtype)
+    return ended(list(parts), options, output_dtype(weights[0].dtype, residual))
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
@@ -281,7 +225,7 @@ registry.register(
     registry.Op(
         name="decode_linear_low_rank",
         function=decode_linear_low_rank,
-        reference=decode_linear_low_rank_reference,
+        reference=partial(decode_linear_low_rank, backend="reference"),
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.CPU, registry.REFERENCE),
     )

@@ -2,17 +2,35 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
-from fuseopt.ops.decode.linear import FEW_ROWS, as_list, check_layer, quantised_list, reference_layer
+from fuseopt.ops.decode.linear import (
+    FEW_ROWS,
+    LAYER_SCHEMA,
+    LayerOptions,
+    as_list,
+    check_layer,
+    new_output,
+    quantised_list,
+    reference_layer,
+)
 from fuseopt.ops.decode.low_bit_samples import low_bit_samples
-from fuseopt.ops.library import check_shape, define
+from fuseopt.ops.library import define
 from fuseopt.ops.low_bit import MAX_ROWS, dequantize
-from fuseopt.ops.packed_weight import DTYPES, PackedWeight, data_shape, not_packed_reason, pack_for_cuda, unpacked
+from fuseopt.ops.packed_weight import (
+    DTYPES,
+    PackedWeight,
+    check_input,
+    check_packed,
+    not_packed_reason,
+    pack_for_cuda,
+    unpacked,
+)
 
 MOST_NORMALISED_ROWS = 8
 """With more rows a separate op computes the norm faster: the kernels for many rows have no norm."""
@@ -34,35 +52,24 @@ def _fake(
     group: int,
     has_zeros: bool,
     biases: Sequence[Tensor],
-    residual: Tensor | None,
-    norm: str,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    activation: str,
-    gated: bool,
-    pdl: bool,
-    prefetch: Sequence[Tensor],
+    *options: Any,
 ) -> Tensor:
-    dtype = input.dtype if residual is None else torch.promote_types(input.dtype, residual.dtype)
-    return input.new_empty((*input.shape[:-1], outputs[0] if gated else sum(outputs)), dtype=dtype)
+    return new_output(input, outputs, input.dtype, LayerOptions(*options))
 
 
 RAW = define(
     "decode_packed_linear(Tensor input, Tensor[] weights, int[] outputs, int bits, int group, bool has_zeros,"
-    " Tensor[] biases, Tensor? residual, str norm, Tensor? norm_weight, Tensor? norm_bias, float eps, str activation,"
-    " bool gated, bool pdl, Tensor[] prefetch) -> Tensor",
+    f" Tensor[] biases, {LAYER_SCHEMA}) -> Tensor",
     _fake,
 )
 
 
 def _check(input: Tensor, weights: Sequence[PackedWeight]) -> None:
+    for weight in weights:
+        check_packed(weight)
+    check_input(input, weights)
     if len({weight[3:] for weight in weights}) > 1:
         raise ValueError("weights must have the same bits, groups, zero points or none, and dtype")
-    for weight in weights:
-        if weight.data.dtype is not torch.uint8 or weight.data.dim() != 2:
-            raise TypeError("data of a PackedWeight must be uint8 [lines, bytes], as pack_for_cuda makes it")
-        check_shape("data", weight.data, data_shape(weight))
 
 
 def decode_packed_linear(
@@ -103,9 +110,12 @@ def decode_packed_linear(
         TypeError: another weight or data than `pack_for_cuda` makes.
         BackendError: the backend named cannot run here; the message says why.
     """
-    weights, biases = quantised_list(weight, PackedWeight, "pack_for_cuda"), as_list(bias)
+    weights, biases = quantised_list(weight, PackedWeight, "pack_for_cuda"), as_list("bias", bias)
     _check(input, weights)
-    check_layer(input, weights, biases, residual, norm, norm_weight, norm_bias, activation, gated)
+    options = LayerOptions(
+        residual, norm or "", norm_weight, norm_bias, eps, activation or "", gated, pdl, list(prefetch)
+    )
+    check_layer(input, weights, biases, options)
     parameters = (*biases, norm_weight, norm_bias)
     reason = _no_kernel_reason(input, weights[0], parameters, residual)
     if reason is None:
@@ -115,15 +125,13 @@ def decode_packed_linear(
         chosen = "reference"
     else:
         raise BackendError(f"decode_packed_linear: {backend!r} takes no {reason}")
-    of_norm = (norm or "", norm_weight, norm_bias, eps)
     if chosen == "reference":
         exact = torch.promote_types(input.dtype, torch.float32)
         dequantized = [dequantize(unpacked(part), exact) for part in weights]
-        return reference_layer(input, dequantized, biases, residual, *of_norm, activation or "", gated, input.dtype)
+        return reference_layer(input, dequantized, biases, options, input.dtype)
     _, _, _, bits, group, has_zeros, _ = weights[0]
     stored = ([part.data for part in weights], [part.outputs for part in weights], bits, group, has_zeros)
-    layer = (biases, residual, *of_norm, activation or "", gated)
-    return RAW[chosen](input, *stored, *layer, pdl, list(prefetch))
+    return RAW[chosen](input, *stored, biases, *options)
 
 
 def most_fast_rows(outputs: Sequence[int], inputs: int) -> int:

@@ -5,6 +5,7 @@ PyTorch's attention would mostly be launch time.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -91,13 +92,6 @@ def is_fast(qkv: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
     return chosen == "cuda" and not _refusal(*tensors)
 
 
-def prompt_attention_reference(
-    qkv: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, *, pdl: bool = False
-) -> Tensor:
-    """`prompt_attention_` in plain PyTorch."""
-    return prompt_attention_(qkv, key_cache, value_cache, scale, backend="reference")
-
-
 def prompt_attention_(
     qkv: Tensor,
     key_cache: Tensor,
@@ -146,6 +140,9 @@ def prompt_attention_(
     if backend == "auto":
         return _reference(*tensors, scale)
     raise BackendError(f"prompt_attention_: {backend!r} {refusal}")
+
+
+prompt_attention_reference = partial(prompt_attention_, backend="reference")
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

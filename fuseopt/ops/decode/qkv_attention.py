@@ -5,34 +5,22 @@ multiprocessors that computed them, and each layer has one kernel boundary less 
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fuseopt.ops import registry
-from fuseopt.ops.decode.attention import check_update, decode_attention_
-from fuseopt.ops.decode.linear import NORMS, check_layer, decode_linear
+from fuseopt.ops.decode.attention import decode_attention_
+from fuseopt.ops.decode.attention_checks import check, check_update
+from fuseopt.ops.decode.linear import NORMS, LayerOptions, check_layer, decode_linear
 from fuseopt.ops.decode.linear_partials import is_at_an_address
 from fuseopt.ops.library import check_shape, define
 from fuseopt.tuning import tuned
 
 
-def _fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    positions: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    norm: str,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    pdl: bool,
-) -> Tensor:
+def _fake(input: Tensor, weight: Tensor, *further: object) -> Tensor:
     return weight.new_empty((input.shape[0], weight.shape[0] // 3))
 
 
@@ -73,20 +61,6 @@ def is_fast(input: Tensor, weight: Tensor, bias: Tensor | None, *caches: Tensor,
     """True if that kernel, which must exist, takes these tensors and is faster than two kernels, as for a long K."""
     least = tuned("qkv_attention_min_columns", input.device)
     return input.shape[-1] >= least and takes_qkv_attention(input, weight, bias, *caches, **norm)
-
-
-def decode_qkv_attention_reference(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    positions: Tensor,
-    **options: Any,
-) -> Tensor:
-    """`decode_qkv_attention_` in plain PyTorch, for any number of rows."""
-    arguments = (input, weight, bias, key_cache, value_cache, positions)
-    return decode_qkv_attention_(*arguments, **options, backend="reference")
 
 
 def decode_qkv_attention_(
@@ -141,14 +115,16 @@ def decode_qkv_attention_(
     if norm not in NORMS:
         raise ValueError(f"norm must be {', '.join(map(repr, NORMS))}, not {norm!r}")
     biases = [] if bias is None else [bias]
-    check_layer(input, [weight], biases, None, norm, norm_weight, norm_bias, None, False)
+    check_layer(input, [weight], biases, LayerOptions(None, norm, norm_weight, norm_bias))
     heads, head_dim = key_cache.shape[1], key_cache.shape[3]
     check_shape("weight", weight, torch.Size((3 * heads * head_dim, input.shape[1])))
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if cache.dtype != weight.dtype:
             raise ValueError(f"{name} must have weight's dtype {weight.dtype}, not {cache.dtype}")
     vector = weight.new_empty(input.shape[0], heads, head_dim, device="meta")
-    check_update(vector, vector, vector, key_cache, value_cache, positions, mask)
+    checked = key_cache, value_cache, None, None
+    check(vector, checked, positions, mask=mask)
+    check_update(vector, vector, vector, checked)
     parameters = (input, weight, bias, key_cache, value_cache, norm_weight, norm_bias)
     chosen = registry.pick_without_gradient("decode_qkv_attention_", backend, (input.dtype,), *parameters)
     layer, caches = (input, weight, bias), (key_cache, value_cache)
@@ -184,7 +160,7 @@ registry.register(
         name="decode_qkv_attention_",
         raw=("decode_qkv_attention_", "takes_qkv_attention"),
         function=decode_qkv_attention_,
-        reference=decode_qkv_attention_reference,
+        reference=partial(decode_qkv_attention_, backend="reference"),
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.REFERENCE),
         in_place=True,

@@ -4,7 +4,7 @@ One kernel before `F.scaled_dot_product_attention(..., enable_gqa=True)`, which 
 """
 
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -48,11 +48,6 @@ def _check(qkv: Tensor, key_cache: Tensor, value_cache: Tensor, slot: Tensor | N
             raise ValueError(f"{name} must have neighbouring elements in its last dimension")
     if slot is not None and (slot.dtype != torch.int64 or slot.shape != (1,)):
         raise ValueError(f"slot must be [1] int64, not {tuple(slot.shape)} {slot.dtype}")
-
-
-def decode_rotary_store_reference(qkv: Tensor, key_cache: Tensor, value_cache: Tensor, **options: Any) -> Tensor:
-    """`decode_rotary_store_` in plain PyTorch."""
-    return decode_rotary_store_(qkv, key_cache, value_cache, **options, backend="reference")
 
 
 def decode_rotary_store_(
@@ -139,7 +134,7 @@ registry.register(
     registry.Op(
         name="decode_rotary_store_",
         function=decode_rotary_store_,
-        reference=decode_rotary_store_reference,
+        reference=partial(decode_rotary_store_, backend="reference"),
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.REFERENCE),
         in_place=True,

@@ -7,6 +7,7 @@ Upstream, in the order in which `generate()` applies them: those of `edit_logits
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from fuseopt.ops import registry
 from fuseopt.ops.decode.edit_logits import OPTIONAL_EDITS, LogitsEdits, check_edits, edit_logits, for_kernel
-from fuseopt.ops.decode.select import check_state, decode_select_
+from fuseopt.ops.decode.select import STATE_SCHEMA, check_state, decode_select_
 from fuseopt.ops.decode.torch_draw import MOST_NUMBERS, check_random, drawn
-from fuseopt.ops.library import check_shape, define
+from fuseopt.ops.library import check_shape, define, no_result
 
 # Tokens that a block of the kernel can have, and blocks that share a row: 16 on GPUs with clusters of blocks.
 _TOKENS_OF_BLOCK, _BLOCKS_OF_CLUSTER = 2**16 - 8, 16
@@ -49,36 +50,10 @@ class SamplingFilters(NamedTuple):
 NO_FILTERS = SamplingFilters()
 
 
-def _fake(
-    logits: Tensor,
-    divisors: Tensor | None,
-    random: Tensor | None,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    typical_p: float,
-    min_tokens: int,
-    tokens: Tensor,
-    ids: Tensor,
-    length: Tensor,
-    unfinished: Tensor,
-    going: Tensor,
-    pad: Tensor,
-    eos: Tensor | None,
-    counters: Sequence[Tensor],
-    kept: Sequence[Tensor],
-    pdl: bool,
-    *edits: object,
-) -> None:
-    return None
-
-
 RAW = define(
     "decode_sample_(Tensor logits, Tensor? divisors, Tensor? random, int top_k, float top_p, float min_p,"
-    " float typical_p, int min_tokens, Tensor(a!) tokens, Tensor(b!) ids, Tensor(c!) length, Tensor(d!) unfinished,"
-    " Tensor(e!) going, Tensor pad, Tensor? eos, Tensor(f!)[] counters, Tensor(g!)[] kept, bool pdl,"
-    f" {OPTIONAL_EDITS}) -> ()",
-    _fake,
+    f" float typical_p, int min_tokens, {STATE_SCHEMA}, Tensor(g!)[] kept, bool pdl, {OPTIONAL_EDITS}) -> ()",
+    no_result,
 )
 
 
@@ -174,11 +149,6 @@ def _check_filters(scores: Tensor, filters: SamplingFilters, edits: LogitsEdits 
             raise ValueError(f"filters.{name} must be in [0, 1], not {value}")
 
 
-def decode_sample_reference(*arguments: Tensor | None, **options: object) -> None:
-    """`decode_sample_` in plain PyTorch."""
-    decode_sample_(*arguments, **options, backend="reference")  # type: ignore[arg-type]
-
-
 def decode_sample_(
     logits: Tensor,
     divisors: Tensor | None,
@@ -259,11 +229,6 @@ RAW_FILTER = define(
 )
 
 
-def filter_scores_reference(scores: Tensor, **options: object) -> tuple[Tensor, Tensor]:
-    """`filter_scores` in plain PyTorch."""
-    return filter_scores(scores, **options, backend="reference")  # type: ignore[arg-type]
-
-
 def filter_scores(
     scores: Tensor,
     *,
@@ -334,7 +299,7 @@ registry.register(
     registry.Op(
         name="decode_sample_",
         function=decode_sample_,
-        reference=decode_sample_reference,
+        reference=partial(decode_sample_, backend="reference"),
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.REFERENCE),
         in_place=True,
@@ -344,7 +309,7 @@ registry.register(
     registry.Op(
         name="filter_scores",
         function=filter_scores,
-        reference=filter_scores_reference,
+        reference=partial(filter_scores, backend="reference"),
         sample_inputs=filter_inputs,
         backends=(registry.CUDA, registry.REFERENCE),
     )

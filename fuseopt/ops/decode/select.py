@@ -4,37 +4,23 @@ Upstream: the loop of transformers' `GenerationMixin._sample` from the logits on
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fuseopt.ops import registry
 from fuseopt.ops.decode.edit_logits import OPTIONAL_EDITS, LogitsEdits, check_edits, edited, for_kernel
-from fuseopt.ops.library import check_shape, define
+from fuseopt.ops.library import check_shape, define, no_result
 
-
-def _fake(
-    scores: Tensor,
-    tokens: Tensor,
-    ids: Tensor,
-    length: Tensor,
-    unfinished: Tensor,
-    going: Tensor,
-    pad: Tensor,
-    eos: Tensor | None,
-    counters: Sequence[Tensor],
-    divisors: Tensor | None,
-    pdl: bool,
-    *edits: object,
-) -> None:
-    return None
-
+STATE_SCHEMA = (
+    "Tensor(a!) tokens, Tensor(b!) ids, Tensor(c!) length, Tensor(d!) unfinished, Tensor(e!) going, Tensor pad,"
+    " Tensor? eos, Tensor(f!)[] counters"
+)
+"""What raw ops that select the next tokens read and write."""
 
 RAW = define(
-    "decode_select_(Tensor scores, Tensor(a!) tokens, Tensor(b!) ids, Tensor(c!) length, Tensor(d!) unfinished,"
-    " Tensor(e!) going, Tensor pad, Tensor? eos, Tensor(f!)[] counters, Tensor? divisors, bool pdl,"
-    f" {OPTIONAL_EDITS}) -> ()",
-    _fake,
+    f"decode_select_(Tensor scores, {STATE_SCHEMA}, Tensor? divisors, bool pdl, {OPTIONAL_EDITS}) -> ()", no_result
 )
 
 
@@ -103,11 +89,6 @@ def _check_scores(scores: Tensor, divisors: Tensor | None, edits: LogitsEdits | 
             raise ValueError("divisors are for probabilities, which edits are not")
         if (divisors.dtype, scores.dtype) != (torch.float32, torch.float32):
             raise TypeError(f"scores and divisors must be torch.float32, not {scores.dtype} and {divisors.dtype}")
-
-
-def decode_select_reference(*arguments: Tensor | None, **options: object) -> None:
-    """`decode_select_` in plain PyTorch."""
-    decode_select_(*arguments, **options, backend="reference")  # type: ignore[arg-type]
 
 
 def decode_select_(
@@ -185,7 +166,7 @@ registry.register(
     registry.Op(
         name="decode_select_",
         function=decode_select_,
-        reference=decode_select_reference,
+        reference=partial(decode_select_, backend="reference"),
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.REFERENCE),
         in_place=True,

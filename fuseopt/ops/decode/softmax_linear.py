@@ -26,7 +26,7 @@ MOST_GROUPS = 16
 def _fake(
     scores: Tensor, weight: Tensor, residual: Tensor | None, groups: int, pdl: bool, prefetch: Sequence[Tensor]
 ) -> Tensor:
-    return scores.new_empty((*scores.shape[:-1], weight.shape[0]), dtype=output_dtype(weight, residual))
+    return scores.new_empty((*scores.shape[:-1], weight.shape[0]), dtype=output_dtype(weight.dtype, residual))
 
 
 RAW = define(
@@ -54,7 +54,7 @@ def decode_softmax_linear_reference(
         output = F.linear(probabilities.to(dtype), weight.to(dtype))
         if residual is not None:
             output = output + residual.to(torch.promote_types(dtype, residual.dtype))
-        return output.to(output_dtype(weight, residual))
+        return output.to(output_dtype(weight.dtype, residual))
 
 
 def _check(scores: Tensor, weight: Tensor, groups: int, residual: Tensor | None) -> None:

@@ -102,6 +102,19 @@ def test_rows_may_have_a_dtype_of_their_own():
     assert generate._case(given, torch.bfloat16, CPU, {}).whole.model().dtype == torch.float64
 
 
+def test_plans_tell_the_first_token_from_all_tokens(monkeypatch, tmp_path):
+    monkeypatch.setenv("FUSEOPT_MEASURED", "1")
+    monkeypatch.setattr("fuseopt.runtime.measured_files.library_cache.folder", lambda: tmp_path / "cache")
+    model = Row("gpt2-tiny", 1, prompt=4, new=3)
+    generate.run(device=CPU, rows=[model], configs={"generation": {"generation": {"enable": True}}})
+    stock = generate._case(model, torch.float32, CPU, {}).whole.model()
+    expected = fuseopt.plan(stock, {"generation": {"enable": True}}).expected
+    assert [line.partition("; ")[2].rpartition("; ")[0] for line in expected] == [
+        "a token of gpt2-tiny generate, 1 x (4 + 3), greedy, float32",
+        "the first token alone, a token of gpt2-tiny generate, 1 x (4 + 3), greedy, float32",
+    ]
+
+
 def test_every_family_with_a_decode_step_has_a_row():
     """GPT-2 and T5 have rows of their own."""
     with_step = {name for policy in (GPT2, T5, COMMON) for name in policy.decode_steps}

@@ -90,7 +90,13 @@ def test_a_threshold_that_raises_is_a_row_and_the_next_is_measured(folder: Path,
 
 @pytest.mark.parametrize("threshold", tune.THRESHOLDS, ids=lambda threshold: threshold.name)
 def test_kernel_and_alternative_compute_the_same(threshold: Threshold, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("decode_linear", "decode_qkv_attention_", "decode_attention_", "prompt_attention_"):
+    for name in (
+        "decode_linear",
+        "decode_qkv_attention_",
+        "decode_attention_",
+        "prefix_attention",
+        "prompt_attention_",
+    ):
         monkeypatch.setattr(ops, name, functools.partial(_by_reference, getattr(ops, name)))
     torch.manual_seed(0)
     size = threshold.sizes[0]

@@ -1,4 +1,4 @@
-"""Attention over caches of 8 bits: the rounding, the reference on a CPU, and the CPU kernel against float64."""
+"""Attention over caches of 8 bits: the rounding, the reference, and the kernels against float64."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fuseopt import ops
 from fuseopt.ops import (
     decode_attention,
     decode_attention_,
@@ -132,22 +133,32 @@ def _threads(count: int) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def backend_of(device: torch.device) -> str:
+    """The backend with a kernel on the device; skips the test without one."""
+    if registry.pick(EIGHT_BIT_ATTENTION, "auto", device, (torch.bfloat16,)) != device.type:
+        pytest.skip(f"the {device.type} library is not loaded")
+    return device.type
+
+
 @pytest.fixture
-def needs_the_library() -> None:
-    if registry.pick(EIGHT_BIT_ATTENTION, "auto", torch.device("cpu"), (torch.float32,)) != "cpu":
-        pytest.skip("the CPU library is not loaded")
+def kernel(each_device: torch.device) -> str:
+    """`backend_of` a device, on which tensors are made."""
+    return backend_of(each_device)
 
 
-@pytest.mark.usefixtures("needs_the_library")
-@settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# What the kernel of a device is tested with.
+DTYPES = {"cpu": [torch.float32, torch.float16, torch.bfloat16], "cuda": [torch.float16, torch.bfloat16]}
+KV_HEADS = {"cpu": [1, 2, 3], "cuda": [1, 2, 3, 8]}
+GROUPS = {"cpu": [1, 2, 4], "cuda": [1, 2, 4, 7, 9]}
+HEAD_DIMS = {"cpu": [1, 5, 16, 64, 71, 80, 128, 256], "cuda": [16, 64, 80, 96, 128, 160, 256]}
+CAPACITIES = {"cpu": [1, 15, 33, 130, 512], "cuda": [1, 33, 130, 512, 4096, 9000]}
+
+
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    data=st.data(),
     stored=st.sampled_from(STORED),
     rows=st.integers(1, 5),
-    kv_heads=st.sampled_from([1, 2, 3]),
-    group=st.sampled_from([1, 2, 4]),
-    head_dim=st.sampled_from([1, 5, 16, 64, 71, 80, 128, 256]),
-    capacity=st.sampled_from([1, 15, 33, 130, 512]),
     filled=st.floats(0, 1),
     window=st.sampled_from([0, 1, 40]),
     softcap=st.sampled_from([0.0, 5.0]),
@@ -159,13 +170,10 @@ def needs_the_library() -> None:
     seed=st.integers(0, 2**31),
 )
 def test_kernel_against_float64(
-    dtype: torch.dtype,
+    kernel: str,
+    data: st.DataObject,
     stored: torch.dtype,
     rows: int,
-    kv_heads: int,
-    group: int,
-    head_dim: int,
-    capacity: int,
     filled: float,
     window: int,
     softcap: float,
@@ -178,9 +186,12 @@ def test_kernel_against_float64(
 ) -> None:
     """`spread`: of the logarithms of the vectors' magnitudes, so that scales differ.
 
-    Heads that share keys are taken together or not, by the number of `threads`.
+    On a CPU, heads that share keys are taken together or not, by the number of `threads`.
     """
-    generator = torch.Generator().manual_seed(seed)
+    dtype, kv_heads, group, head_dim, capacity = (
+        data.draw(st.sampled_from(values[kernel])) for values in (DTYPES, KV_HEADS, GROUPS, HEAD_DIMS, CAPACITIES)
+    )
+    generator = torch.Generator(kernel).manual_seed(seed)
 
     def make(*shape: int) -> Tensor:
         magnitude = torch.randn((*shape[:-1], 1), generator=generator).mul(spread).exp()
@@ -197,13 +208,13 @@ def test_kernel_against_float64(
     if beams:
         options["ancestry"] = torch.randint(0, rows, (rows, capacity), generator=generator, dtype=torch.int32)
     if rotation := int(rotated * head_dim) // 2 * 2:
-        options["rotary"] = rotary_table(50, rotation)
+        options["rotary"] = rotary_table(50, rotation, kernel)
         options["row_positions"] = torch.randint(0, 50, (rows,), generator=generator)
     places = torch.tensor([slot])
     plain_caches = [cache.clone() for cache in caches]
     plain = decode_attention_(*step, **of_op(plain_caches), positions=places, **options, backend="reference")
     with RawCalls() as raw, _threads(threads):
-        output = decode_attention_(*step, **of_op(caches), positions=places, **options, backend="cpu")
+        output = decode_attention_(*step, **of_op(caches), positions=places, **options, backend=kernel)
     assert raw.names() == ["decode_attention_.default"]
     # The float64 reference reads the cache that the kernel wrote: a rotated key may round to a neighbouring value.
     for mine, reference in zip(in_float64(caches), in_float64(tuple(plain_caches)), strict=True):
@@ -228,23 +239,44 @@ def _float64_attention(query: Tensor, caches: tuple[Tensor, ...], slot: int, opt
     return decode_attention_(query, *written, keys, values, places, **others, backend="reference")
 
 
-@pytest.mark.usefixtures("needs_the_library")
 @pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("head_dim", [20, 64])
-def test_kernel_of_an_encoders_cache(stored: torch.dtype, head_dim: int) -> None:
+@pytest.mark.parametrize("head_dim", [20, 64, 128, 256])
+def test_kernel_of_an_encoders_cache(head_dim: int, stored: torch.dtype, kernel: str) -> None:
+    if kernel == "cuda" and head_dim % 16:
+        pytest.skip("the kernel takes multiples of 16")
     torch.manual_seed(0)
-    query, lengths = torch.randn(6, 4, head_dim), torch.tensor([300, 41])
+    dtype = DTYPES[kernel][0]
+    query, lengths = torch.randn(6, 4, head_dim, dtype=dtype), torch.tensor([300, 41])
     caches = quantized_caches(*torch.randn(2, 2, 4, 300, head_dim), stored)
     for scales in caches[2:]:
         scales[1, :, 41:] = torch.nan
     options: dict[str, Any] = {"bias": torch.randn(4, 30), "scale": 0.1, "starts": torch.tensor([7, 0])}
-    output = decode_attention(query, **of_op(caches), lengths=lengths, **options, backend="cpu")
+    output = decode_attention(query, **of_op(caches), lengths=lengths, **options, backend=kernel)
+    plain = decode_attention(query, **of_op(caches), lengths=lengths, **options, backend="reference")
     keys, values = (part.nan_to_num(0.0) for part in in_float64(caches))
     exact = decode_attention(query.double(), keys, values, lengths, **options, backend="reference")
-    torch.testing.assert_close(output.double(), exact, rtol=1e-5, atol=1e-6)
+    assert error([output], [exact]) <= 2 * error([plain], [exact]) + 4 * torch.finfo(dtype).eps
 
 
-@pytest.mark.usefixtures("needs_the_library")
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("rows", "capacity"), [(16, 2100), (20, 300), (40, 300), (80, 300), (80, 20)])
+def test_kernel_of_many_heads(rows: int, capacity: int, head_dim: int, stored: torch.dtype) -> None:
+    """On an H200: clusters of two blocks a head, then one block of 8, 4 or 2 warps."""
+    torch.manual_seed(0)
+    qkv = torch.randn(rows, 16 + 2 * 8, head_dim, device="cuda", dtype=torch.bfloat16)
+    step, slot = qkv.split((16, 8, 8), 1), capacity - 1
+    caches = quantized_caches(*torch.randn(2, rows, 8, capacity, head_dim, device="cuda"), stored)
+    options: dict[str, Any] = {"scale": head_dim**-0.5}
+    places = torch.tensor([slot], device="cuda")
+    plain_caches = tuple(cache.clone() for cache in caches)
+    plain = decode_attention_(*step, **of_op(plain_caches), positions=places, **options, backend="reference")
+    output = decode_attention_(*step, **of_op(caches), positions=places, **options, backend="cuda")
+    exact = _float64_attention(to_float64(step[0]), caches, slot, options)
+    assert error([output], [exact]) <= 2 * error([plain], [exact]) + 8 * torch.finfo(torch.bfloat16).eps
+
+
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_rounds_as_pytorch_does(dtype: torch.dtype, stored: torch.dtype) -> None:
@@ -254,8 +286,20 @@ def test_the_kernel_rounds_as_pytorch_does(dtype: torch.dtype, stored: torch.dty
     key, value = (torch.randn(2, rows, heads, head_dim) * torch.logspace(-44, 37, rows)[:, None, None]).to(dtype)
     key[3], key[5, 1, 7], value[7, 0, 0], value[9, 2, 39] = 0, torch.nan, torch.inf, -torch.inf
     caches = quantized_caches(*torch.randn(2, rows, heads, 2, head_dim), stored)
-    decode_attention_(key, key, value, **of_op(caches), positions=torch.tensor([1]), backend="cpu")
+    decode_attention_(key, key, value, **of_op(caches), positions=torch.tensor([1]), backend=backend_of(key.device))
     for vectors, elements, scales in ((key, *caches[::2]), (value, *caches[1::2])):
         expected, expected_scales = quantize_heads(vectors, stored)
         torch.testing.assert_close(scales[:, :, 1], expected_scales, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(elements[:, :, 1].view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_the_earlier_names_warn() -> None:
+    torch.manual_seed(0)
+    step, places = torch.randn(3, 2, 4, 16), torch.tensor([3, 8])
+    first, second, third = (quantized_caches(*torch.full((2, 2, 4, 9, 16), 0.5), torch.int8) for _ in range(3))
+    with pytest.warns(DeprecationWarning, match="decode_quantized_attention_ is called decode_attention_, which takes"):
+        found = ops.decode_quantized_attention_(*step, *first, places, scale=0.5)
+    assert torch.equal(found, decode_attention_(*step, **of_op(second), positions=places, scale=0.5))
+    with pytest.warns(DeprecationWarning, match="decode_quantized_attention is called decode_attention, which takes"):
+        found = ops.decode_quantized_attention(step[0], **of_op(third), lengths=places)
+    assert torch.equal(found, decode_attention(step[0], **of_op(third), lengths=places))

@@ -88,6 +88,28 @@ __device__ inline unsigned load_from_block(const unsigned* own, int rank) {
 #endif
 }
 
+// The same for 8 or 16 bytes of floats, aligned to their size.
+template <typename Floats>
+__device__ inline Floats load_from_block(const Floats* own, int rank) {
+  static_assert(sizeof(Floats) == 8 || sizeof(Floats) == 16);
+#if __CUDA_ARCH__ >= 900
+  const unsigned remote = address_in_block(shared_address(own), rank);
+  Floats result;
+  float* const to = reinterpret_cast<float*>(&result);
+  if constexpr (sizeof(Floats) == 8) {
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(to[0]), "=f"(to[1]) : "r"(remote) : "memory");
+  } else {
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
+                 : "r"(remote)
+                 : "memory");
+  }
+  return result;
+#else
+  return *own;
+#endif
+}
+
 // Adds to the place of `own` in the shared memory of block `rank`; returns what was there before.
 __device__ inline unsigned add_in_block(unsigned* own, int rank, unsigned value) {
 #if __CUDA_ARCH__ >= 900

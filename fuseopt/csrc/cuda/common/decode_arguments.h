@@ -173,18 +173,20 @@ struct PromptAttention {
   float score_scale;  // `scale` for scores in powers of two; set by the launcher
 };
 
+// Vectors of heads, [head_dim] each.
+struct TokenHeads {
+  void* data;  // [rows, tokens, heads, head_dim], head_dim contiguous
+  int64_t row_stride;
+  int64_t token_stride;
+  int64_t head_stride;
+};
+
 // Rotates a prompt's queries and keys, and writes its keys and values to slots of a cache.
 struct RotaryStore {
-  struct Heads {
-    void* data;  // [rows, tokens, heads, head_dim], head_dim contiguous
-    int64_t row_stride;
-    int64_t token_stride;
-    int64_t head_stride;
-  };
   int dtype;  // DType
-  Heads qkv;  // heads of queries, then of keys, then of values
-  Heads key_cache, value_cache;
-  Heads query;  // the rotated queries
+  TokenHeads qkv;  // heads of queries, then of keys, then of values
+  TokenHeads key_cache, value_cache;
+  TokenHeads query;  // the rotated queries
   const int64_t* slot;  // the first slot written; null for 0
   int64_t rows;
   int64_t length;
@@ -194,6 +196,26 @@ struct RotaryStore {
   HeadRotation rotation;  // its row positions are by row and token
   bool pdl;               // may start before the previous kernel on the stream has ended
   bool aligned;           // set by the launcher
+};
+
+// Causal attention of a prompt's tokens to the slots of a cache up to their own, which already has their keys and
+// values.
+struct PrefixAttention {
+  int dtype;  // kFloat16 or kBFloat16
+  TokenHeads query, key_cache, value_cache;
+  const int64_t* start;   // slot of the first token; null for 0
+  const int64_t* filled;  // slots from here on have padding, whose values count as zeros; null for the last token's end
+  int64_t rows;
+  int64_t length;
+  int64_t heads;
+  int64_t kv_heads;
+  int64_t head_dim;  // a multiple of 8, 256 at most
+  int64_t capacity;
+  int64_t window;  // slots that a token attends to, its own included; 0: all
+  double scale;
+  bool pdl;       // may start before the previous kernel on the stream has ended
+  void* output;       // [rows, length, heads, head_dim]
+  float score_scale;  // `scale` for scores in powers of two; set by the launcher
 };
 
 // Applies `edits`, in their order, to scores of any dtype; the result is float32.

@@ -203,6 +203,11 @@ cudaError_t launch_dependent(void (*kernel)(Argument), const Argument& argument,
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
   }
+  constexpr unsigned kPortableCluster = 8;
+  if (shape.cluster_blocks > kPortableCluster) {
+    error = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (error != cudaSuccess) return error;
+  }
   if (shape.cluster_blocks > 1) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeClusterDimension;

@@ -33,6 +33,9 @@ cudaError_t fuseopt_short_attention(ShortAttention attention, cudaStream_t strea
 // From sm_80 on.
 cudaError_t fuseopt_prompt_attention(PromptAttention attention, cudaStream_t stream);
 
+// From sm_80 on.
+cudaError_t fuseopt_prefix_attention(PrefixAttention attention, cudaStream_t stream);
+
 cudaError_t fuseopt_rotary_store(RotaryStore store, cudaStream_t stream);
 
 cudaError_t fuseopt_edit_logits(EditLogits edit, cudaStream_t stream);

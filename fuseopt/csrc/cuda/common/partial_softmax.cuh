@@ -61,6 +61,30 @@ __device__ inline void merge_parts(int parts, StatsOf stats_of, ValuesOf values_
   for (int d = 0; d < kDims; ++d) merged[d] = total[d] * reciprocal;
 }
 
+// The same for a number of parts that kMost bounds, without the division by the sum: `merged` is a Vector of some of the
+// dimensions, as `values_of(part)` returns it. All loads are in flight together.
+template <int kMost, typename StatsOf, typename ValuesOf, typename Values>
+__device__ inline PartStats merge_some_parts(int parts, StatsOf stats_of, ValuesOf values_of, Values& merged) {
+  constexpr int kDims = sizeof(Values) / sizeof(float);
+  PartStats all, stats[kMost];
+#pragma unroll
+  for (int part = 0; part < kMost; ++part) {
+    if (part < parts) stats[part] = stats_of(part);
+    all.largest = fmaxf(all.largest, stats[part].largest);
+  }
+  merged = {};
+#pragma unroll
+  for (int part = 0; part < kMost; ++part) {
+    if (part >= parts) continue;
+    const float factor = factor_of_part(stats[part].largest, all.largest);
+    const Values values = values_of(part);
+    all.sum += factor * stats[part].sum;
+#pragma unroll
+    for (int i = 0; i < kDims; ++i) merged.values[i] += factor * values.values[i];
+  }
+  return all;
+}
+
 // The same if each of kLanes neighbouring lanes has the stats of one part: returns the factor for that part's values.
 template <int kLanes, typename Acc>
 __device__ inline Acc share_of_part(Acc largest_of_part, Acc sum_of_part) {

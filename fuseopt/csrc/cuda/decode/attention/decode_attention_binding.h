@@ -5,6 +5,14 @@
 
 namespace fuseopt {
 
+// Whether heads' vectors, in the last dimension, begin at multiples of 16 bytes and have neighbouring elements of 16 bits.
+inline bool has_aligned_vectors(const Tensor& tensor) {
+  constexpr int kBytes = 16, kWidth = kBytes / 2;
+  bool result = tensor.stride(tensor.dim() - 1) == 1 && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % kBytes == 0;
+  for (int64_t dim = 0; dim < tensor.dim() - 1; ++dim) result = result && tensor.stride(dim) % kWidth == 0;
+  return result;
+}
+
 // One integer for all of `items`, or one for each: a vector of any stride, or contiguous.
 inline Integers integers_of(const char* op, const char* name, const std::optional<Tensor>& tensor, int64_t items) {
   if (!tensor.has_value()) return {nullptr, 4, 0};

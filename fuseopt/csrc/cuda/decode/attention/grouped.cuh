@@ -296,47 +296,28 @@ __global__ void __launch_bounds__(kMaxGroupedWarps* kWarpSize, kDims > 128 ? 1 :
   reinterpret_cast<Result*>(stages)->template leave<Tile>(attended, queries);
   __syncthreads();
   const auto result_of = [&](int warp) { return reinterpret_cast<const Result*>(stages + (warp - own) * grouped.stages); };
-  // Two neighbouring dimensions a thread, over `count` parts; unrolled, so that all loads are in flight.
-  const auto merge = [&](auto most, int count, auto stats_of, auto values_of, float2& merged) {
-    PartStats all, stats[most];
-#pragma unroll
-    for (int part = 0; part < most; ++part) {
-      if (part < count) stats[part] = stats_of(part);
-      all.largest = fmaxf(all.largest, stats[part].largest);
-    }
-    merged = {};
-#pragma unroll
-    for (int part = 0; part < most; ++part) {
-      if (part >= count) continue;
-      const float factor = factor_of_part(stats[part].largest, all.largest);
-      const float2 values = values_of(part);
-      all.sum += factor * stats[part].sum;
-      merged.x += factor * values.x;
-      merged.y += factor * values.y;
-    }
-    return all;
-  };
+  using Pair = Vector<float, 2>;  // neighbouring dimensions, which a thread merges
   const auto index_of = [&](int query) { return uint64_t(row_of(query)) * heads + head_of(query); };
-  const auto store = [&](int query, int dim, float2 merged, float sum) {
+  const auto store = [&](int query, int dim, const Pair& merged, float sum) {
     const float reciprocal = reciprocal_of_sum(sum);
     T* const output = static_cast<T*>(attention.output) + index_of(query) * head_dim + dim;
-    *reinterpret_cast<unsigned*>(output) = packed<T>(merged.x * reciprocal, merged.y * reciprocal);
+    *reinterpret_cast<unsigned*>(output) = packed<T>(merged[0] * reciprocal, merged[1] * reciprocal);
   };
   constexpr int kPairs = kDims / 2;
   for (int index = threadIdx.x; index < queries * kPairs; index += blockDim.x) {
     const int q = index / kPairs, dim = index % kPairs * 2;
     if (dim >= head_dim) continue;
-    float2 merged;
-    const PartStats all = merge(
-        IntTag<kMaxGroupedWarps>{}, warps,
+    Pair merged;
+    const PartStats all = merge_some_parts<kMaxGroupedWarps>(
+        warps,
         [&](int warp) { return PartStats{result_of(warp)->largest[q], result_of(warp)->sum[q]}; },
-        [&](int warp) { return reinterpret_cast<const float2&>(result_of(warp)->values[q][dim]); }, merged);
+        [&](int warp) { return reinterpret_cast<const Pair&>(result_of(warp)->values[q][dim]); }, merged);
     if (grouped.leaves_parts) {
       float* const part = part_of(attention, index_of(q), blocks, rank);
-      *reinterpret_cast<float2*>(part + 2 + dim) = merged;
+      *reinterpret_cast<Pair*>(part + 2 + dim) = merged;
       if (dim == 0) *reinterpret_cast<PartStats*>(part) = all;
     } else if (blocks > 1) {
-      reinterpret_cast<float2&>(memory.merged[q][dim]) = merged;
+      reinterpret_cast<Pair&>(memory.merged[q][dim]) = merged;
       if (dim == 0) memory.stats[q] = all;
     } else {
       store(q, dim, merged, all.sum);
@@ -350,11 +331,11 @@ __global__ void __launch_bounds__(kMaxGroupedWarps* kWarpSize, kDims > 128 ? 1 :
   for (int index = rank * blockDim.x + threadIdx.x; index < queries * kPairs; index += blocks * blockDim.x) {
     const int q = index / kPairs, dim = index % kPairs * 2;
     if (dim >= head_dim) continue;
-    float2 merged;
-    const PartStats all = merge(
-        IntTag<kMaxClusterSize>{}, blocks,
+    Pair merged;
+    const PartStats all = merge_some_parts<kMaxClusterSize>(
+        blocks,
         [&](int block) { return PartStats{remote(memory.stats[q].largest, block), remote(memory.stats[q].sum, block)}; },
-        [&](int block) { return float2{remote(memory.merged[q][dim], block), remote(memory.merged[q][dim + 1], block)}; },
+        [&](int block) { return Pair{remote(memory.merged[q][dim], block), remote(memory.merged[q][dim + 1], block)}; },
         merged);
     store(q, dim, merged, all.sum);
   }

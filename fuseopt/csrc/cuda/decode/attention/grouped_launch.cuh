@@ -153,11 +153,6 @@ cudaError_t launch_grouped_kernel(const DecodeAttention& attention, const Groupe
                           .blocks_y = static_cast<unsigned>(attention.kv_heads),
                           .blocks_z = static_cast<unsigned>(ceil_div(attention.queries_per_kv, kTileQueries))};
   const auto kernel = decode_attention_grouped_kernel<T, kDims, Stored>;
-  constexpr unsigned kPortableCluster = 8;
-  if (shape.cluster_blocks > kPortableCluster) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-    if (error != cudaSuccess) return error;
-  }
   const GroupedAttention argument{attention, static_cast<int>(grouped.blocks), grouped.stages, grouped.leaves_parts};
   const cudaError_t error = launch_dependent(kernel, argument, shape, attention.pdl, stream);
   if (error != cudaSuccess || !grouped.leaves_parts) return error;

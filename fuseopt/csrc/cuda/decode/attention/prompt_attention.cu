@@ -4,9 +4,9 @@
 // A block has a few strips of 16 queries of a head. It goes through the keys up to them in tiles, beginning with the
 // last tile. Two tiles are in flight at a time, which covers 128 tokens. The last tile contains the keys and values of
 // the block's own tokens; each thread writes those that it has copied to the cache.
+#include "cuda/attention/query_strip.cuh"
 #include "cuda/common/async_copy.cuh"
 #include "cuda/common/dependent_launch.cuh"
-#include "cuda/common/partial_softmax.cuh"
 #include "cuda/common/vector.cuh"
 
 namespace fuseopt::prompt_attention {
@@ -14,44 +14,9 @@ namespace {
 
 // TUNED: measurement not recorded (f282897); `fuseopt bench kernels --model gpt2` measures it again.
 constexpr int kWarps = 4, kThreads = kWarps * kWarpSize;
-constexpr int kStripQueries = 16;
 constexpr int kTileKeys = 64;
 constexpr int kStages = 2;
 constexpr int kFewBlocks = 2;  // per multiprocessor; with no more, two warps share the keys of a strip
-
-// The running softmax of a strip's scores, and the values weighted by it, for queries lane / 4 and lane / 4 + 8. Scores
-// are in powers of two. The sum is over the lane's own keys; weighted[i] has dimensions 8 i + lane % 4 * 2 and the
-// next.
-template <int kDims>
-struct alignas(kAccessBytes) Attended {
-  float largest[2] = {-INFINITY, -INFINITY}, sum[2] = {}, weighted[kDims / 8][4] = {};
-
-  // Takes a score into account. Returns the origin that is subtracted from all scores: a number, even before any key is
-  // seen.
-  __device__ float raise(int half, float score) {
-    const float raised = fmaxf(largest[half], score), factor = factor_of_part(largest[half], raised);
-    largest[half] = raised;
-    sum[half] *= factor;
-#pragma unroll
-    for (int i = 0; i < kDims / 8; ++i) weighted[i][half * 2] *= factor, weighted[i][half * 2 + 1] *= factor;
-    return origin_of(raised);
-  }
-
-  // Adds the result of the same queries for other keys.
-  __device__ void add(const Attended& other) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      raise(half, other.largest[half]);
-      const float factor = factor_of_part(other.largest[half], largest[half]);
-      sum[half] += other.sum[half] * factor;
-#pragma unroll
-      for (int i = 0; i < kDims / 8; ++i) {
-#pragma unroll
-        for (int j = half * 2; j < half * 2 + 2; ++j) weighted[i][j] += other.weighted[i][j] * factor;
-      }
-    }
-  }
-};
 
 // Shared memory of a block, in 16-byte pieces.
 template <int kDims, int kQueries>
@@ -135,8 +100,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks<kDims, kGroups>)
   const int lane = threadIdx.x % kWarpSize, line = lane / 4, place = lane % 4;
   const int strip = threadIdx.x / kWarpSize % kStrips, group = threadIdx.x / kWarpSize / kStrips;
   const int strip_first = first + strip * kStripQueries;
-  const int lines_index = piece_index<kPieces>(lane % 16, lane / 16);  // a 16 x 16 tile, by columns of 8 x 8 tiles
-  const int keys_index = piece_index<kPieces>(lane % 8 + lane / 16 * 8, lane / 8 % 2);  // the same, by rows of 8 x 8 tiles
+  const int lines_index = strip_lines_index<kPieces>();
   const float scale = attention.score_scale;
   wait_for_predecessor();
 
@@ -144,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks<kDims, kGroups>)
   fetch(last_tile);
   fetch(last_tile - 1);
   uint4 query[kPieces / 2];
-  Attended<kDims> attended;
+  StripAttended<kDims> attended;
 #pragma unroll 1
   for (int tile = last_tile; tile >= 0; --tile) {
     const bool is_last = tile == last_tile;
@@ -160,70 +124,26 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks<kDims, kGroups>)
       }
     }
 
-    // Scores of queries `line` and `line` + 8 with keys 2 `place` and the next of each 8.
     float score[kKeys / 8][4] = {};
-#pragma unroll
-    for (int i = 0; i < kPieces; i += 2) {
-      const uint4 q = query[i / 2];
-#pragma unroll
-      for (int key = 0; key < kKeys; key += 16) {
-        const uint4 part = load_lines(&keys[key * kPieces + (keys_index ^ i)]);
-        multiply<T>(score[key / 8], {q.x, q.z}, {q.y, q.w}, part.x, part.y);
-        multiply<T>(score[key / 8 + 1], {q.x, q.z}, {q.y, q.w}, part.z, part.w);
-      }
-    }
+    multiply_strip_keys<T, kDims, kKeys>(score, keys, [&](int i) { return query[i / 2]; });
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // The last key that the query sees, counted from the lane's first key.
       const int last_seen = is_last ? strip_first + line + half * 8 - first_key - place * 2 : kTileKeys;
-      float largest = -INFINITY;
-#pragma unroll
-      for (int key = 0; key < kKeys; key += 8) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          float& own = score[key / 8][half * 2 + j];
-          own = key + j > last_seen ? -INFINITY : rounded_product(own, scale);
-          largest = fmaxf(largest, own);
-        }
-      }
-#pragma unroll
-      for (int apart = 1; apart < 4; apart *= 2) largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, apart));
-      const float origin = attended.raise(half, largest);
-#pragma unroll
-      for (int key = 0; key < kKeys; key += 8) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          float& own = score[key / 8][half * 2 + j];
-          attended.sum[half] += own = exp2_approx(own - origin);
-        }
-      }
+      attended.weigh(score, half, scale, [&](int key) { return key <= last_seen; });
     }
 
     // is_for_one: only for query `chosen` of the strip, if the strip has it.
     const auto add_values = [&](auto is_for_one, int chosen) {
+      const auto add = [&](float (&sums)[4], uint2 low, uint2 high, unsigned low_keys, unsigned high_keys) {
+        const float before[4] = {sums[0], sums[1], sums[2], sums[3]};
+        multiply<T>(sums, low, high, low_keys, high_keys);
+        if constexpr (is_for_one) {
 #pragma unroll
-      for (int key = 0; key < kKeys; key += 16) {
-        const auto weights = [&](int of_half) {
-          const auto& low = score[key / 8];
-          const auto& high = score[key / 8 + 1];
-          return uint2{packed<T>(low[of_half], low[of_half + 1]), packed<T>(high[of_half], high[of_half + 1])};
-        };
-        const uint2 low = weights(0), high = weights(2);
-#pragma unroll
-        for (int i = 0; i < kPieces; i += 2) {
-          const uint4 part = load_transposed(&values[key * kPieces + (lines_index ^ i)]);
-          const auto add = [&](float (&sums)[4], unsigned low_keys, unsigned high_keys) {
-            const float before[4] = {sums[0], sums[1], sums[2], sums[3]};
-            multiply<T>(sums, low, high, low_keys, high_keys);
-            if constexpr (is_for_one) {
-#pragma unroll
-              for (int j = 0; j < 4; ++j) sums[j] = line + j / 2 * 8 == chosen ? sums[j] : before[j];
-            }
-          };
-          add(attended.weighted[i], part.x, part.y);
-          add(attended.weighted[i + 1], part.z, part.w);
+          for (int j = 0; j < 4; ++j) sums[j] = line + j / 2 * 8 == chosen ? sums[j] : before[j];
         }
-      }
+      };
+      attended.template add_values<T>(score, values, add);
     };
     if (!is_spoilt) {
       add_values(std::false_type{}, 0);
@@ -246,8 +166,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks<kDims, kGroups>)
   }
 
   if constexpr (kGroups > 1) {
-    static_assert(kGroups == 2 && sizeof(Attended<kDims>) * kStrips * kWarpSize <= sizeof(memory.tiles));
-    auto& other = reinterpret_cast<Attended<kDims>*>(memory.tiles)[strip * kWarpSize + lane];
+    static_assert(kGroups == 2 && sizeof(StripAttended<kDims>) * kStrips * kWarpSize <= sizeof(memory.tiles));
+    auto& other = reinterpret_cast<StripAttended<kDims>*>(memory.tiles)[strip * kWarpSize + lane];
     __syncthreads();
     if (group > 0) other = attended;
     __syncthreads();
@@ -257,10 +177,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks<kDims, kGroups>)
   uint4* const result = memory.queries + strip * kStripQueries * kPieces;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float sum = attended.sum[half];
-#pragma unroll
-    for (int apart = 1; apart < 4; apart *= 2) sum += __shfl_xor_sync(kFullWarp, sum, apart);
-    const float reciprocal = 1 / sum;
+    const float reciprocal = 1 / attended.total(half);
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       const auto& weighted = attended.weighted[i];

@@ -1,4 +1,4 @@
-#include "cuda/common/pdl.h"
+#include "cuda/decode/attention/decode_attention_binding.h"
 
 namespace fuseopt::prompt_attention_binding {
 namespace {
@@ -6,18 +6,11 @@ namespace {
 constexpr const char* kOp = "prompt_attention_";
 constexpr int64_t kMaxHeadDim = 128, kHeadDimMultiple = 16, kMaxLength = 1 << 20;
 
-bool is_aligned(const Tensor& tensor) {
-  constexpr int kBytes = 16, kWidth = kBytes / 2;
-  bool result = tensor.stride(tensor.dim() - 1) == 1 && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % kBytes == 0;
-  for (int64_t dim = 0; dim < tensor.dim() - 1; ++dim) result = result && tensor.stride(dim) % kWidth == 0;
-  return result;
-}
-
 PromptAttention::Cache cache_of(const char* name, const Tensor& cache, const Tensor& qkv) {
   FUSEOPT_CHECK(cache.dim() == 4 && cache.size(0) == qkv.size(0) && cache.size(1) == qkv.size(3) &&
                     cache.size(2) >= qkv.size(1) && cache.size(3) == qkv.size(4),
                 "fuseopt::", kOp, ": ", name, " must be [rows, heads, capacity, head_dim] of qkv's sizes");
-  FUSEOPT_CHECK(is_aligned(cache), "fuseopt::", kOp, ": vectors of ", name, " must be aligned to 16 bytes");
+  FUSEOPT_CHECK(has_aligned_vectors(cache), "fuseopt::", kOp, ": vectors of ", name, " must be aligned to 16 bytes");
   return {cache.data_ptr(), cache.stride(0), cache.stride(1), cache.stride(2)};
 }
 
@@ -31,7 +24,7 @@ Tensor prompt_attention_(Tensor qkv, Tensor key_cache, Tensor value_cache, doubl
   const Launch launch(kOp, qkv);
   PdlGuard guard(pdl);
   const Tensor packed = guard.contiguous(qkv);
-  FUSEOPT_CHECK(is_aligned(packed), "fuseopt::", kOp, ": vectors of qkv must be aligned to 16 bytes");
+  FUSEOPT_CHECK(has_aligned_vectors(packed), "fuseopt::", kOp, ": vectors of qkv must be aligned to 16 bytes");
   PromptAttention attention = {};
   attention.dtype = dtype_code(kOp, type);
   attention.qkv = packed.data_ptr();

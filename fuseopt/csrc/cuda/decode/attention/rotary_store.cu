@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads) rotary_store_kernel(const __grid_con
   const int total = heads + 2 * kv_heads;
   const LaneRotation<Acc> rotation(store.rotation, index, dim, head_dim);
   Acc* const own_scratch = scratch + (threadIdx.x - lane % kGroup) * LaneRotation<Acc>::kScratch;
-  const auto vector_of = [&](const RotaryStore::Heads& of, int head, int64_t first = 0) {
+  const auto vector_of = [&](const TokenHeads& of, int head, int64_t first = 0) {
     return static_cast<T*>(of.data) + row * of.row_stride + (first + token) * of.token_stride + head * of.head_stride;
   };
   const int64_t slot = store.slot == nullptr ? 0 : *store.slot;

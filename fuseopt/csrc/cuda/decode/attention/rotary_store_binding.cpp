@@ -6,7 +6,7 @@ namespace {
 constexpr const char* kOp = "decode_rotary_store_";
 constexpr int64_t kMaxHeadDim = 256;
 
-RotaryStore::Heads cache_of(const Tensor& cache, const RotaryStore& store) {
+TokenHeads cache_of(const Tensor& cache, const RotaryStore& store) {
   FUSEOPT_CHECK(cache.dim() == 4 && cache.size(0) == store.rows && cache.size(1) == store.kv_heads &&
                     cache.size(2) >= store.length && cache.size(3) == store.head_dim && cache.stride(3) == 1,
                 "fuseopt::", kOp, ": the caches must be [rows, kv_heads, capacity, head_dim] of qkv's sizes");
