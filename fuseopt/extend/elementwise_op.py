@@ -15,7 +15,7 @@ from fuseopt.errors import OpError
 from fuseopt.extend import cpu_expression
 from fuseopt.extend.backends import Kernel
 from fuseopt.extend.expression import computed, inputs_of, operations, parse
-from fuseopt.extend.launches import Plan, as_list, launches_by
+from fuseopt.extend.launches import PreparedLaunch, as_list, launches_by
 from fuseopt.extend.own_op import Op
 from fuseopt.extend.signature import check_name
 from fuseopt.ops.library import TRITON_INTERPRETED, compute_dtype
@@ -143,7 +143,7 @@ class _Kernels:
     def __init__(self, expression: str, tensors: tuple[str, ...], scalars: tuple[str, ...], reduce_grad: bool) -> None:
         self._description = (expression, tensors, scalars)
         self._tensors, self._reduce_grad = len(tensors), reduce_grad
-        self.takes = self._takes  # one object, by which csrc/python knows the predicate that a plan stands for
+        self.takes = self._takes  # one object, by which csrc/python knows that a prepared launch needs no answer of it
         self._backward_launches: Any = None
 
     @functools.cached_property
@@ -154,9 +154,9 @@ class _Kernels:
 
     def launches(self, library: Any) -> Any:
         """The forward's launches by csrc/python; None in Triton's interpreter."""
-        return self._launches_of(self._plan_forward, library)
+        return self._launches_of(self._prepare_forward, library)
 
-    def _launches_of(self, prepare: Callable[..., Plan | None], library: Any) -> Any:
+    def _launches_of(self, prepare: Callable[..., PreparedLaunch | None], library: Any) -> Any:
         if TRITON_INTERPRETED:
             return None
         from fuseopt.extend.triton_expression import has_launch_hooks
@@ -184,23 +184,23 @@ class _Kernels:
     def forward(self, *arguments: Any) -> Tensor:
         return self._triton.forward(arguments[: self._tensors], arguments[self._tensors :])
 
-    def _plan_forward(self, *arguments: Any) -> Plan | None:
-        return self._triton.plan_forward(arguments[: self._tensors], arguments[self._tensors :])
+    def _prepare_forward(self, *arguments: Any) -> PreparedLaunch | None:
+        return self._triton.prepare_forward(arguments[: self._tensors], arguments[self._tensors :])
 
     def backward(self, inputs: Sequence[Any], output: Tensor, grad_output: Tensor) -> Sequence[Tensor]:
         tensors, scalars = inputs[: self._tensors], inputs[self._tensors :]
         grads: Any = NotImplemented
         if self._backward_launches is None and (library := loader.python_library()) is not None:
-            self._backward_launches = self._launches_of(self._plan_backward, library)
+            self._backward_launches = self._launches_of(self._prepare_backward, library)
         if self._backward_launches is not None:
             grads = self._backward_launches(grad_output, *inputs)
         if grads is NotImplemented:
             return self._triton.backward(tensors, scalars, grad_output, self._reduce_grad)
         return self._triton.finished(tensors, grad_output, self._reduce_grad, as_list(grads))
 
-    def _plan_backward(self, grad_output: Tensor, *inputs: Any) -> Plan | None:
+    def _prepare_backward(self, grad_output: Tensor, *inputs: Any) -> PreparedLaunch | None:
         tensors, scalars = inputs[: self._tensors], inputs[self._tensors :]
-        return self._triton.plan_backward(tensors, scalars, grad_output, self._reduce_grad)
+        return self._triton.prepare_backward(tensors, scalars, grad_output, self._reduce_grad)
 
 
 class _CppKernels:

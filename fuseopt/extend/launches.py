@@ -12,7 +12,7 @@ import torch
 _INVALID_CONTEXT = 201  # of cuLaunchKernel
 
 
-class Plan(NamedTuple):
+class PreparedLaunch(NamedTuple):
     """How calls of one kind launch a kernel; csrc/python reads it. Places count arguments, then results.
 
     Attributes:
@@ -23,7 +23,7 @@ class Plan(NamedTuple):
         results: (sizes, dtype) of each. Nothing is launched if the first has no elements.
         parameters: of the kernel: a place, or the bytes of a constant, at most 8.
         contiguous: places of tensors that are copied if they are not contiguous.
-        keeps: what has to live as long as the plan.
+        keeps: what has to live as long as the launch.
     """
 
     function: int
@@ -38,22 +38,22 @@ class Plan(NamedTuple):
 
 def launches_by(
     library: Any,
-    prepare: Callable[..., Plan | None],
+    prepare: Callable[..., PreparedLaunch | None],
     *,
     supports: Callable | None = None,
     is_watched: Callable[[], bool] | None = None,
     as_floats: bool = False,
 ) -> Any:
-    """A `Launches` of csrc/python: called with arguments, it returns results, or NotImplemented if there is no plan.
+    """A `Launches` of csrc/python: called with arguments, it returns results; NotImplemented if Python has to launch.
 
     Args:
         library: csrc/python, loaded.
-        prepare: called with the arguments of a new kind of call, gives its plan, or None. A kind is dtype, device,
+        prepare: called with the arguments of a new kind of call, gives its launch, or None. A kind is dtype, device,
             sizes, strides and alignment (to 16 bytes) of each tensor, and the numbers unless `as_floats`.
-        supports: a predicate that says yes to every call of a kind with a plan, which is not asked again.
+        supports: a predicate that says yes to every call of a prepared kind, and is not asked again.
         is_watched: whether launches have to go through Python now.
-        as_floats: the kernel gets all numbers as float, and a plan holds for all of them. Else it gets them as int and
-            double, and a plan is for its numbers.
+        as_floats: the kernel gets all numbers as float, and a launch serves all of them. Else it gets them as int and
+            double, and a launch is for its numbers.
     """
     return library.Launches(prepare, _driver(), supports, is_watched, as_floats)
 

@@ -27,7 +27,7 @@ from fuseopt.build.compiler_messages import build_error
 from fuseopt.errors import NativeBuildError, OpError, shown
 from fuseopt.extend import nvrtc
 from fuseopt.extend.backends import Kernel
-from fuseopt.extend.launches import Plan, launches_by
+from fuseopt.extend.launches import PreparedLaunch, launches_by
 from fuseopt.extend.own_library import Missing, library_of
 from fuseopt.extend.signature import arguments_of, check_takes, tensors_of, with_tensors
 
@@ -304,9 +304,9 @@ class _BareKernel:
 
     def launches(self, library: Any) -> Any:
         """Its launches by csrc/python."""
-        return launches_by(library, self._plan)
+        return launches_by(library, self._prepare)
 
-    def _plan(self, *arguments: Any) -> Plan | None:
+    def _prepare(self, *arguments: Any) -> PreparedLaunch | None:
         device, *others = {tensor.device for tensor in tensors_of(arguments)}
         if others:
             return None
@@ -314,7 +314,7 @@ class _BareKernel:
         passed = [place for place, argument in enumerate(arguments) if argument is not None]
         made = range(len(arguments), len(arguments) + len(results))
         size = struct.pack("i", results[0][0].numel())
-        return Plan(
+        return PreparedLaunch(
             self._on_device(device.index).func.value,
             (self._grid, functools.partial(_three, self._op, "grid")),
             self._block,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fuseopt.build import loader
 from fuseopt.extend.expression import Node, derivatives, parse
-from fuseopt.extend.launches import Plan, launches_by
+from fuseopt.extend.launches import PreparedLaunch, launches_by
 from fuseopt.extend.written_expression import TRITON, written_lines
 from fuseopt.ops.library import TRITON_INTERPRETED
 from fuseopt.ops.triton.elementwise import NUM_WARPS, PROGRAM_ELEMENTS
@@ -211,9 +211,9 @@ class Kernels:
         """The expression; contiguous, in the tensors' promoted dtype."""
         return self._forward(tensors)(tensors, scalars)
 
-    def plan_forward(self, tensors: Sequence[Tensor], scalars: Sequence[float]) -> Plan | None:
+    def prepare_forward(self, tensors: Sequence[Tensor], scalars: Sequence[float]) -> PreparedLaunch | None:
         """How `forward(tensors, scalars)` is launched, for calls with tensors and scalars; None if by Triton only."""
-        return self._forward(tensors).plan(tensors, scalars)
+        return self._forward(tensors).prepare(tensors, scalars)
 
     def backward(
         self, tensors: Sequence[Tensor], scalars: Sequence[float], grad_output: Tensor, reduce_grad: bool
@@ -221,14 +221,14 @@ class Kernels:
         """The gradient of each tensor, in its shape and dtype. The same inputs give the same bits."""
         return self._backward(tensors, grad_output, reduce_grad)(tensors, scalars, grad_output)
 
-    def plan_backward(
+    def prepare_backward(
         self, tensors: Sequence[Tensor], scalars: Sequence[float], grad_output: Tensor, reduce_grad: bool
-    ) -> Plan | None:
+    ) -> PreparedLaunch | None:
         """How the kernel of `backward` is launched, for calls with `grad_output`, tensors and scalars.
 
         None if only Triton can launch it. The results are what `finished` takes.
         """
-        return self._backward(tensors, grad_output, reduce_grad).plan(tensors, scalars, grad_output)
+        return self._backward(tensors, grad_output, reduce_grad).prepare(tensors, scalars, grad_output)
 
     def finished(
         self, tensors: Sequence[Tensor], grad_output: Tensor, reduce_grad: bool, grads: Sequence[Tensor]
@@ -281,12 +281,12 @@ class _Forward:
                 self._launch(output, *tensors, floats=[*map(float, scalars)])
         return output
 
-    def plan(self, tensors: Sequence[Tensor], scalars: Sequence[float]) -> Plan | None:
+    def prepare(self, tensors: Sequence[Tensor], scalars: Sequence[float]) -> PreparedLaunch | None:
         output = self._output(tensors)
         if self._is_copied or not output.numel():
             return None
         inputs, floats = dict(enumerate(tensors)), dict(enumerate(map(float, scalars), len(tensors)))
-        return _plan(self._launch, {len(inputs) + len(floats): output, **inputs}, floats, [output], [])
+        return _prepared(self._launch, {len(inputs) + len(floats): output, **inputs}, floats, [output], [])
 
     def _output(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.empty(self._shape, dtype=self._dtype, device=tensors[0].device)
@@ -320,14 +320,16 @@ class _Backward:
         with torch.cuda.device_of(grads[0]):
             return [_reduced(*each, self._at) for each in zip(grads, self._kinds, tensors, strict=True)]
 
-    def plan(self, tensors: Sequence[Tensor], scalars: Sequence[float], grad_output: Tensor) -> Plan | None:
+    def prepare(
+        self, tensors: Sequence[Tensor], scalars: Sequence[float], grad_output: Tensor
+    ) -> PreparedLaunch | None:
         if self._at.is_copied or not grad_output.numel():
             return None
         grads = self._grads(tensors)
         inputs = dict(enumerate([grad_output.contiguous(), *tensors]))
         floats = dict(enumerate(map(float, scalars), len(inputs)))
         outputs = dict(enumerate(grads, len(inputs) + len(floats)))
-        return _plan(self._launch, {**inputs, **outputs}, floats, grads, [0])
+        return _prepared(self._launch, {**inputs, **outputs}, floats, grads, [0])
 
     def _grads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Uninitialised memory for what the kernel writes."""
@@ -340,13 +342,13 @@ class _Backward:
         return tensor.new_empty(self._at.shape, dtype=tensor.dtype if is_whole else torch.float32)
 
 
-def _plan(
+def _prepared(
     launch: Launch,
     tensors: Mapping[int, Tensor],
     floats: Mapping[int, float],
     results: Sequence[Tensor],
     contiguous: list[int],
-) -> Plan | None:
+) -> PreparedLaunch | None:
     """How a kernel is launched that takes `tensors` and `floats`, by their places in a call."""
     with torch.cuda.device_of(results[0]):
         loaded = launch.loaded(tensors, floats)
@@ -354,7 +356,7 @@ def _plan(
         return None
     shapes = [(tuple(result.shape), result.dtype) for result in results]
     block = (loaded.threads, 1, 1)
-    return Plan(
+    return PreparedLaunch(
         loaded.function, launch.grid, block, loaded.shared, shapes, loaded.parameters, contiguous, loaded.kernel
     )
 
@@ -396,12 +398,12 @@ def _column_sum(grad: Tensor, row: Tensor) -> Tensor:
 @functools.cache
 def _column_sums(library: Any) -> Any:
     """The `Launches` of `_column_sum`."""
-    return launches_by(library, _plan_column_sum, is_watched=has_launch_hooks, as_floats=True)
+    return launches_by(library, _prepare_column_sum, is_watched=has_launch_hooks, as_floats=True)
 
 
-def _plan_column_sum(grad: Tensor, row: Tensor) -> Plan | None:
+def _prepare_column_sum(grad: Tensor, row: Tensor) -> PreparedLaunch | None:
     total = row.new_empty(row.shape)
-    return _plan(_sum_launch(grad), {0: grad, 2: total}, {}, [total], [])
+    return _prepared(_sum_launch(grad), {0: grad, 2: total}, {}, [total], [])
 
 
 def _sum_launch(grad: Tensor) -> Launch:

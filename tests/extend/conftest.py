@@ -30,7 +30,7 @@ def asked(monkeypatch) -> list[str]:
         return counted
 
     for owner, names in (
-        (triton_expression.Kernels, ("forward", "backward", "plan_forward", "plan_backward")),
+        (triton_expression.Kernels, ("forward", "backward", "prepare_forward", "prepare_backward")),
         (elementwise_op._Kernels, ("_takes",)),
     ):
         for name in names:

@@ -15,7 +15,7 @@ import fuseopt
 from fuseopt.build import loader
 from fuseopt.errors import BackendError
 from fuseopt.extend import launches, triton_expression
-from fuseopt.extend.launches import Plan, launches_by
+from fuseopt.extend.launches import PreparedLaunch, launches_by
 from fuseopt.ops import registry
 from fuseopt.ops.library import TRITON_INTERPRETED
 from fuseopt.ops.triton.compile_only import compile_only
@@ -72,7 +72,7 @@ class Scaled:
         if x.dtype != torch.float32:
             return None
         size = struct.pack("q", x.numel())
-        return Plan(1, (2, 3, 4), (32, 1, 1), 48, [((x.numel(),), x.dtype)], [3, 0, 1, 2, size], [0])
+        return PreparedLaunch(1, (2, 3, 4), (32, 1, 1), 48, [((x.numel(),), x.dtype)], [3, 0, 1, 2, size], [0])
 
     def compute(self, given):
         number = ctypes.c_float if self.as_floats else ctypes.c_double
@@ -82,7 +82,7 @@ class Scaled:
             result[i] = x[i] * read(given, 2, number) + read(given, 3, number)
 
 
-def test_a_plan_serves_all_numbers_of_calls_that_pass_them_as_float(driver):
+def test_a_launch_serves_all_numbers_that_are_passed_as_float(driver):
     scaled = Scaled(driver)
     x = torch.randn(3, 5)
     for scale, shift in ((2.0, 1), (3, -0.25), (True, 0.1)):
@@ -91,7 +91,7 @@ def test_a_plan_serves_all_numbers_of_calls_that_pass_them_as_float(driver):
     assert len(scaled.met) == 1 and driver.launches == [(2, 3, 4, 32, 1, 1, 48, 0x55)] * 3
 
 
-def test_a_plan_is_for_one_kind_of_call(driver):
+def test_a_launch_is_for_one_kind_of_call(driver):
     scaled = Scaled(driver)
     memory = torch.randn(40)
     kinds = [memory[:12].view(3, 4), memory[:12].view(4, 3), memory[1:13].view(3, 4), memory[:12].view(4, 3).t()]
@@ -102,7 +102,7 @@ def test_a_plan_is_for_one_kind_of_call(driver):
     assert len(scaled.met) == len(kinds) and len(driver.launches) == 2 * (len(kinds) - 1)  # none for the empty one
 
 
-def test_plans_are_bounded(driver):
+def test_prepared_launches_are_bounded(driver):
     scaled = Scaled(driver)
     for size in range(1, 1100):
         scaled.run(torch.ones(size), 1.0, 0.0)
@@ -119,7 +119,7 @@ def test_numbers_are_of_the_kind_where_they_are_passed_as_they_are(driver):
     assert [scale for _, scale, _ in scaled.met] == [2.0, 3.0]
 
 
-def test_calls_without_a_plan_are_not_implemented(driver):
+def test_calls_that_python_has_to_launch_are_not_implemented(driver):
     scaled = Scaled(driver)
     for _ in range(2):
         assert scaled.run(torch.ones(2, dtype=torch.float64), 1.0, 0.0) is NotImplemented
@@ -134,9 +134,9 @@ def test_calls_without_a_plan_are_not_implemented(driver):
     assert len(driver.launches) == 1
 
 
-def test_errors_of_a_plan_are_raised(driver):
-    good = Plan(1, (1, 1, 1), (1, 1, 1), 0, [((1,), torch.float32)], [], [])
-    for plan in (
+def test_wrong_launches_are_errors(driver):
+    good = PreparedLaunch(1, (1, 1, 1), (1, 1, 1), 0, [((1,), torch.float32)], [], [])
+    for launch in (
         "no",
         good._replace(results=[]),
         good._replace(results=[(1, torch.float32)]),
@@ -145,16 +145,16 @@ def test_errors_of_a_plan_are_raised(driver):
         good._replace(contiguous=[1]),
         good._replace(grid=(1, 1)),
     ):
-        run = launches_by(loader.python_library(), functools.partial(lambda plan, x: plan, plan))
+        run = launches_by(loader.python_library(), functools.partial(lambda launch, x: launch, launch))
         with pytest.raises((TypeError, ValueError)):
             run(torch.ones(1))
     assert not driver.launches
 
 
-def test_what_plans_refer_to_is_freed(driver):
+def test_what_launches_refer_to_is_freed(driver):
     class Owner:
         def prepare(self, x):
-            return Plan(1, (1, 1, 1), (1, 1, 1), 0, [((1,), x.dtype)], [], [], keeps=self)
+            return PreparedLaunch(1, (1, 1, 1), (1, 1, 1), 0, [((1,), x.dtype)], [], [], keeps=self)
 
     owner = Owner()
     driver.kernels.append(lambda given: None)
@@ -216,7 +216,7 @@ def test_an_expression_is_launched_without_python(on_cpu, driver, asked):
     on_cpu["forward_kernel"] = scaled_sum
     a, b = torch.randn(SIZE), torch.randn(SIZE)
     op(a, b, scale=1.0, backend="triton")
-    assert asked == ["_takes", "plan_forward"]
+    assert asked == ["_takes", "prepare_forward"]
     for scale in (0.5, 2, -3.0):
         torch.testing.assert_close(op(a, b, scale=scale, backend="triton"), scale * a + b)
     assert len(asked) == 2 and len(driver.launches) == 4 and driver.launches[0][3:6] == (128, 1, 1)
@@ -224,7 +224,7 @@ def test_an_expression_is_launched_without_python(on_cpu, driver, asked):
     assert torch.equal(op(a, b, scale=2.0, backend="triton"), 2 * a + b)
     with pytest.raises(BackendError, match="no 7"):
         op(a, b, scale=7.0, backend="triton")
-    assert asked.count("plan_forward") == 2  # a change of the op drops its plans
+    assert asked.count("prepare_forward") == 2  # a change of the op drops its launches
 
 
 @compiled
@@ -240,7 +240,12 @@ def test_a_gradient_of_an_expression_is_launched_without_triton(on_cpu, driver, 
             torch.testing.assert_close(of_a, scale * cotangent)
             assert torch.equal(of_b, cotangent)
     assert len(driver.launches) == 6
-    assert asked == ["_takes", "plan_forward", "plan_backward", "plan_backward"]  # one for each stride of cotangents
+    assert asked == [
+        "_takes",
+        "prepare_forward",
+        "prepare_backward",
+        "prepare_backward",
+    ]  # one for each stride of cotangents
 
 
 @compiled
@@ -293,7 +298,7 @@ def test_hooks_on_launches_and_other_versions_of_triton_go_through_triton(on_cpu
     monkeypatch.setattr(Launch, "loaded", lambda *given: None)
     for _ in range(2):
         assert len(op(a[1:], b[1:], scale=2.0, backend="triton")) == 3
-    assert len(driver.launches) == 2 and asked.count("plan_forward") == 2
+    assert len(driver.launches) == 2 and asked.count("prepare_forward") == 2
 
 
 @compiled

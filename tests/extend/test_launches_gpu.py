@@ -49,16 +49,16 @@ def test_every_kind_of_call_is_prepared_once(op, dtype, asked):
     for scale, shift in ((2.0, 0.5), (3, -1), (float("inf"), 1e-3)):
         for inputs in met:
             check(op(*inputs, scale=scale, shift=shift), op, inputs, scale, shift)
-    assert asked.count("plan_forward") == asked.count("_takes") == len(met) and "forward" not in asked
+    assert asked.count("prepare_forward") == asked.count("_takes") == len(met) and "forward" not in asked
 
 
-def test_calls_without_a_plan_run_by_triton(op, asked):
+def test_calls_that_are_not_prepared_run_by_triton(op, asked):
     copied = drawn(2, 3, 4).permute(2, 1, 0), drawn(4, 3, 2), drawn(4, 1, 2)
     empty = drawn(0, 5), drawn(0, 5), drawn(5)
     for _ in range(2):
         for inputs in (copied, empty):
             check(op(*inputs, scale=2.0, shift=1.0), op, inputs, 2.0, 1.0)
-    assert asked.count("plan_forward") == 2 and asked.count("forward") == 4
+    assert asked.count("prepare_forward") == 2 and asked.count("forward") == 4
 
 
 def test_a_number_on_the_cpu_is_for_pytorch(op):
@@ -92,7 +92,7 @@ def test_a_captured_launch_reads_new_values(op, asked):
         tensor.normal_()
     graph.replay()
     check(output, op, (a, b, c), 2.0, 0.5)
-    assert asked == ["_takes", "plan_forward"]
+    assert asked == ["_takes", "prepare_forward"]
 
 
 def test_a_thread_that_has_launched_nothing(op, asked):
@@ -103,7 +103,7 @@ def test_a_thread_that_has_launched_nothing(op, asked):
     thread.start()
     thread.join()
     check(found[0], op, inputs, 3.0, 0.5)
-    assert asked == ["_takes", "plan_forward"]
+    assert asked == ["_takes", "prepare_forward"]
 
 
 @pytest.mark.multigpu
@@ -113,7 +113,7 @@ def test_a_device_that_is_not_the_current_one(op, asked):
         output = op(*inputs, scale=2.0, shift=0.5)
         assert output.device == torch.device(device)
         check(output, op, inputs, 2.0, 0.5)
-    assert asked.count("plan_forward") == 2 and "forward" not in asked
+    assert asked.count("prepare_forward") == 2 and "forward" not in asked
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -135,7 +135,7 @@ def test_gradients(dtype, reduce_grad, asked):
                     assert one.dtype == tensor.dtype and one.shape == tensor.shape
                     rtol, atol = (2e-2, 2e-1) if dtype == torch.bfloat16 else (1e-5, 1e-4)
                     torch.testing.assert_close(one, other.to(dtype), rtol=rtol, atol=atol)
-    assert asked.count("plan_forward") == 3 and asked.count("plan_backward") == 6
+    assert asked.count("prepare_forward") == 3 and asked.count("prepare_backward") == 6
     assert "forward" not in asked and "backward" not in asked
 
 
@@ -175,7 +175,7 @@ def test_under_torch_compile_and_again_after_registering(asked):
             torch.testing.assert_close(op(*inputs, scale=2.0), exact.float())
             torch.testing.assert_close(compiled(*inputs), 2 * exact.float())
         fuseopt.unregister("mine::again")
-    assert asked.count("plan_forward") == 2
+    assert asked.count("prepare_forward") == 2
 
 
 def test_a_bare_kernel_in_autocast_and_under_torch_compile_is_launched_too(monkeypatch):

@@ -191,7 +191,7 @@ OPS = (
         ("tests/ops/decode/test_low_bit_cpu.py",),
     ),
     Mutant(
-        "a plan of a launch serves pointers of every alignment",
+        "a prepared launch serves pointers of every alignment",
         "fuseopt/csrc/python/launches.h",
         "add_to_kind(static_cast<char>(address % kAlignment == 0));",
         "",

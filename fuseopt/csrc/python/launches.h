@@ -2,16 +2,16 @@
 // and Triton's kernels of expressions (fuseopt/extend/triton_expression.py). In Python torch's launch of the former
 // takes 50 us, Triton's of the latter 14 us.
 //
-// `Launches(prepare, driver, supports, is_watched, as_floats)` holds plans of launches by kind of call. The kind is
-// dtype, device, sizes, strides and 16-byte alignment of each tensor, and which arguments are numbers or None; without
-// `as_floats` also the numbers.
-//   prepare(*arguments): the plan of a kind that is met for the first time (`fuseopt.extend.launches.Plan`), or None
-//   driver: (address of cuLaunchKernel, stream(device index), failed(status, device index, is_last)); `failed` raises, or
-//     returns if the launch should be retried
-//   supports: the predicate that says yes to all calls of a kind with a plan, or None
+// `Launches(prepare, driver, supports, is_watched, as_floats)` holds a prepared launch for each kind of call. The kind
+// is dtype, device, sizes, strides and 16-byte alignment of each tensor, and which arguments are numbers or None;
+// without `as_floats` also the numbers.
+//   prepare(*arguments): the `fuseopt.extend.launches.PreparedLaunch` of a new kind, or None if Python has to launch
+//   driver: (address of cuLaunchKernel, stream(device index), failed(status, device index, is_last)); `failed` raises,
+//     or returns if the launch should be retried
+//   supports: the predicate that says yes to all calls of a prepared kind, or None
 //   is_watched: is_watched(): whether launches have to go through Python; or None
 //   as_floats: kernels get all numbers as float, else as int and double
-// `launches(*arguments)`: the results of a launch; NotImplemented, with nothing launched, if there is no plan.
+// `launches(*arguments)`: the results of a launch; NotImplemented, with nothing launched, if Python has to launch.
 #pragma once
 
 #include "python/direct_calls.h"
@@ -29,7 +29,7 @@
 
 namespace {
 
-constexpr size_t kMostPlans = 1024;  // a limit, since calls of ever new kinds would fill memory
+constexpr size_t kMostPrepared = 1024;  // a limit, since calls of ever new kinds would fill memory
 constexpr uint64_t kAlignment = 16;  // of pointers, in bytes: Triton compiles a kernel for those that have it
 
 using LaunchFunction = int (*)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
@@ -50,7 +50,7 @@ struct KernelParameter {
   uint64_t constant;
 };
 
-struct Plan {
+struct PreparedLaunch {
   void* function;
   Sizes grid, block;
   unsigned shared;  // bytes
@@ -60,9 +60,9 @@ struct Plan {
   PyObject* references;                // the tuple that it was read from
   PyObject *grid_of, *three;           // the grid of a call is three(grid_of(*arguments)), if not null; borrowed
 
-  ~Plan() { Py_DECREF(references); }
+  ~PreparedLaunch() { Py_DECREF(references); }
 };
-using PlanPointer = std::shared_ptr<Plan>;
+using PreparedPointer = std::shared_ptr<PreparedLaunch>;
 
 // Lookup by string_view needs no string.
 struct KindHash {
@@ -75,11 +75,11 @@ struct Launches {
   vectorcallfunc call;
   PyObject *prepare, *driver, *supports, *is_watched;
   bool as_floats;
-  std::unordered_map<std::string, PlanPointer, KindHash, std::equal_to<>> plans;  // null: of a kind without a plan
+  std::unordered_map<std::string, PreparedPointer, KindHash, std::equal_to<>> prepared;  // null: Python launches
 };
 
-// What a plan refers to may run Python when it is freed, so the plans are taken out first.
-void drop_plans(Launches& launches) { decltype(launches.plans)().swap(launches.plans); }
+// What a launch refers to may run Python when it is freed, so all are taken out first.
+void drop_prepared(Launches& launches) { decltype(launches.prepared)().swap(launches.prepared); }
 
 bool read_sizes(PyObject* tuple, Sizes& sizes) {
   return tuple != nullptr && PyArg_ParseTuple(tuple, "III", &sizes[0], &sizes[1], &sizes[2]);
@@ -117,26 +117,26 @@ bool read_list(PyObject* list, std::vector<T>& items, Read read) {
   return true;
 }
 
-// A `fuseopt.extend.launches.Plan` for calls with `count` arguments. Null with an exception.
-PlanPointer read_plan(PyObject* given, Py_ssize_t count) {
-  PlanPointer plan(new Plan{});
-  plan->references = Py_NewRef(given);
+// A `fuseopt.extend.launches.PreparedLaunch` for calls with `count` arguments. Null with an exception.
+PreparedPointer read_prepared(PyObject* given, Py_ssize_t count) {
+  PreparedPointer prepared(new PreparedLaunch{});
+  prepared->references = Py_NewRef(given);
   PyObject *function = nullptr, *grid = nullptr, *block = nullptr, *results = nullptr, *parameters = nullptr;
   PyObject *contiguous = nullptr, *keeps = nullptr;
   if (!PyTuple_Check(given)) {
-    PyErr_SetString(PyExc_TypeError, "a plan of a launch is a tuple");
+    PyErr_SetString(PyExc_TypeError, "a prepared launch is a tuple");
     return nullptr;
   }
-  if (!PyArg_ParseTuple(given, "OOOIO!O!O!O", &function, &grid, &block, &plan->shared, &PyList_Type, &results,
+  if (!PyArg_ParseTuple(given, "OOOIO!O!O!O", &function, &grid, &block, &prepared->shared, &PyList_Type, &results,
                         &PyList_Type, &parameters, &PyList_Type, &contiguous, &keeps)) {
     return nullptr;
   }
-  plan->function = PyLong_AsVoidPtr(function);
-  if (PyErr_Occurred() || !read_sizes(block, plan->block)) return nullptr;
+  prepared->function = PyLong_AsVoidPtr(function);
+  if (PyErr_Occurred() || !read_sizes(block, prepared->block)) return nullptr;
   if (PyTuple_Check(grid) && PyTuple_GET_SIZE(grid) == 2) {
-    plan->grid_of = PyTuple_GET_ITEM(grid, 0);
-    plan->three = PyTuple_GET_ITEM(grid, 1);
-  } else if (!read_sizes(grid, plan->grid)) {
+    prepared->grid_of = PyTuple_GET_ITEM(grid, 0);
+    prepared->three = PyTuple_GET_ITEM(grid, 1);
+  } else if (!read_sizes(grid, prepared->grid)) {
     return nullptr;
   }
   const Py_ssize_t places = count + PyList_GET_SIZE(results);
@@ -145,35 +145,35 @@ PlanPointer read_plan(PyObject* given, Py_ssize_t count) {
     place = PyLong_AsSsize_t(item);
     return !PyErr_Occurred() && place >= 0 && place < count;
   };
-  const bool is_read = read_list(results, plan->results, read_result) &&
-                       read_list(parameters, plan->parameters, parameter) &&
-                       read_list(contiguous, plan->contiguous, tensor) && !plan->results.empty();
-  if (!is_read && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a plan without results, or with a wrong place");
-  return is_read ? plan : nullptr;
+  const bool is_read = read_list(results, prepared->results, read_result) &&
+                       read_list(parameters, prepared->parameters, parameter) &&
+                       read_list(contiguous, prepared->contiguous, tensor) && !prepared->results.empty();
+  if (!is_read && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a launch without results, or a wrong place");
+  return is_read ? prepared : nullptr;
 }
 
 // One call of `Launches`. The arguments have to outlive it.
-class PlannedCall {
+class LaunchCall {
  public:
-  PlannedCall(Launches& launches, PyObject* const* arguments, Py_ssize_t count)
+  LaunchCall(Launches& launches, PyObject* const* arguments, Py_ssize_t count)
       : launches_(launches), arguments_(arguments), count_(count) {
     for (Py_ssize_t i = 0; i < count && is_readable_; ++i) is_readable_ = read(arguments[i]);
     is_readable_ &= first_ != nullptr;
     if (!is_readable_) return;
-    const auto found = launches.plans.find(kind());
-    is_known_ = found != launches.plans.end();
-    if (is_known_) plan_ = found->second;
+    const auto found = launches.prepared.find(kind());
+    is_known_ = found != launches.prepared.end();
+    if (is_known_) prepared_ = found->second;
   }
-  PlannedCall(const PlannedCall&) = delete;
+  LaunchCall(const LaunchCall&) = delete;
 
-  bool has_plan() const { return plan_ != nullptr; }
+  bool is_prepared() const { return prepared_ != nullptr; }
   const Launches& launches() const { return launches_; }
 
   // New results, NotImplemented with nothing launched, or null with an exception.
   PyObject* run() {
     if (!is_readable_ || (launches_.is_watched != Py_None && is_watched())) return not_implemented();
     if (!is_known_ && !prepare()) return nullptr;
-    return plan_ == nullptr ? not_implemented() : launch();
+    return prepared_ == nullptr ? not_implemented() : launch();
   }
 
  private:
@@ -243,20 +243,20 @@ class PlannedCall {
     return !answer || PyObject_IsTrue(answer.get()) != 0;
   }
 
-  // Makes the plan of a new kind, or notes that it has none. Returns false with an exception.
+  // Prepares the launch of a new kind, or notes that Python launches it. Returns false with an exception.
   bool prepare() {
     THPObjectPtr given(
         PyObject_Vectorcall(launches_.prepare, arguments_, static_cast<size_t>(count_), /*keywords=*/nullptr));
     if (!given) return false;
-    if (given.get() != Py_None && !(plan_ = read_plan(given.get(), count_))) return false;
-    if (launches_.plans.size() >= kMostPlans) drop_plans(launches_);
-    launches_.plans.insert_or_assign(std::string(kind()), plan_);
+    if (given.get() != Py_None && !(prepared_ = read_prepared(given.get(), count_))) return false;
+    if (launches_.prepared.size() >= kMostPrepared) drop_prepared(launches_);
+    launches_.prepared.insert_or_assign(std::string(kind()), prepared_);
     return true;
   }
 
   bool read_grid(Sizes& grid) const {
     THPObjectPtr given(
-        PyObject_Vectorcall(plan_->grid_of, arguments_, static_cast<size_t>(count_), /*keywords=*/nullptr));
+        PyObject_Vectorcall(prepared_->grid_of, arguments_, static_cast<size_t>(count_), /*keywords=*/nullptr));
     if (!given) return false;
     if (PyLong_CheckExact(given.get())) {
       const long number = PyLong_AsLong(given.get());
@@ -266,27 +266,27 @@ class PlannedCall {
       }
       PyErr_Clear();
     }
-    THPObjectPtr three(PyObject_CallOneArg(plan_->three, given.get()));
+    THPObjectPtr three(PyObject_CallOneArg(prepared_->three, given.get()));
     return read_sizes(three.get(), grid);
   }
 
   PyObject* launch() {
     const at::Device device = first_->device();
     c10::SmallVector<at::Tensor, 4> results, copies;
-    for (const Py_ssize_t place : plan_->contiguous) {
+    for (const Py_ssize_t place : prepared_->contiguous) {
       if (tensors_[place] == nullptr || tensors_[place]->is_contiguous()) continue;
       copies.push_back(tensors_[place]->contiguous());
       values_[place] = reinterpret_cast<uint64_t>(copies.back().const_data_ptr());
     }
-    for (const ResultShape& shape : plan_->results) {
+    for (const ResultShape& shape : prepared_->results) {
       results.push_back(at::empty(shape.sizes, at::TensorOptions().device(device).dtype(shape.dtype)));
       values_.push_back(reinterpret_cast<uint64_t>(results.back().mutable_data_ptr()));
       if (values_.back() % kAlignment != 0) return not_implemented();
     }
     if (results[0].numel() != 0) {
       const c10::DeviceGuard guard(device);
-      Sizes grid = plan_->grid;
-      if ((plan_->grid_of != nullptr && !read_grid(grid)) || !launch(grid, device.index())) return nullptr;
+      Sizes grid = prepared_->grid;
+      if ((prepared_->grid_of != nullptr && !read_grid(grid)) || !launch(grid, device.index())) return nullptr;
     }
     if (results.size() == 1) return THPVariable_Wrap(std::move(results[0]));
     THPObjectPtr tuple(PyTuple_New(static_cast<Py_ssize_t>(results.size())));
@@ -300,12 +300,12 @@ class PlannedCall {
 
   bool launch(const Sizes& grid, c10::DeviceIndex device) {
     c10::SmallVector<void*, 16> pointers;
-    for (KernelParameter& each : plan_->parameters) {
+    for (KernelParameter& each : prepared_->parameters) {
       pointers.push_back(each.place < 0 ? &each.constant : &values_[each.place]);
     }
     const auto driver = [&](DriverField field) { return PyTuple_GET_ITEM(launches_.driver, field); };
     const auto run = reinterpret_cast<LaunchFunction>(PyLong_AsVoidPtr(driver(kLaunch)));
-    const Sizes& block = plan_->block;
+    const Sizes& block = prepared_->block;
     THPObjectPtr index(PyLong_FromLong(device));
     for (const bool is_last : {false, true}) {
       THPObjectPtr stream(index ? PyObject_CallOneArg(driver(kStream), index.get()) : nullptr);
@@ -314,8 +314,8 @@ class PlannedCall {
       int status = 0;
       {
         WithoutGil released;
-        status = run(plan_->function, grid[0], grid[1], grid[2], block[0], block[1], block[2], plan_->shared, queue,
-                     pointers.data(), nullptr);
+        status = run(prepared_->function, grid[0], grid[1], grid[2], block[0], block[1], block[2], prepared_->shared,
+                     queue, pointers.data(), nullptr);
       }
       if (status == 0) return true;
       THPObjectPtr again(
@@ -334,7 +334,7 @@ class PlannedCall {
   c10::SmallVector<const at::Tensor*, 8> tensors_;  // null for numbers
   c10::SmallVector<uint64_t, 12> values_;           // of the arguments, then of the results, as the kernel gets them
   c10::SmallVector<char, 256> kind_;
-  PlanPointer plan_;
+  PreparedPointer prepared_;
 };
 
 PyObject* call_launches(PyObject* self, PyObject* const* arguments, size_t flagged_count, PyObject* keywords) {
@@ -343,7 +343,7 @@ PyObject* call_launches(PyObject* self, PyObject* const* arguments, size_t flagg
     PyErr_SetString(PyExc_TypeError, "a launch takes no arguments by name");
     return nullptr;
   }
-  return PlannedCall(*reinterpret_cast<Launches*>(self), arguments, PyVectorcall_NARGS(flagged_count)).run();
+  return LaunchCall(*reinterpret_cast<Launches*>(self), arguments, PyVectorcall_NARGS(flagged_count)).run();
   END_HANDLE_TH_ERRORS
 }
 
@@ -365,7 +365,7 @@ PyObject* create_launches(PyTypeObject* type, PyObject* arguments, PyObject*) {
   launches->supports = Py_NewRef(supports);
   launches->is_watched = Py_NewRef(is_watched);
   launches->as_floats = as_floats != 0;
-  new (&launches->plans) decltype(launches->plans)();
+  new (&launches->prepared) decltype(launches->prepared)();
   return reinterpret_cast<PyObject*>(launches);
 }
 
@@ -375,15 +375,15 @@ int traverse_launches(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(launches.driver);
   Py_VISIT(launches.supports);
   Py_VISIT(launches.is_watched);
-  for (const auto& [kind, plan] : launches.plans) {
-    if (plan) Py_VISIT(plan->references);
+  for (const auto& [kind, prepared] : launches.prepared) {
+    if (prepared) Py_VISIT(prepared->references);
   }
   return 0;
 }
 
 int clear_launches(PyObject* self) {
   auto& launches = *reinterpret_cast<Launches*>(self);
-  drop_plans(launches);
+  drop_prepared(launches);
   // None, since a finalizer may still call it.
   Py_SETREF(launches.prepare, Py_NewRef(Py_None));
   Py_SETREF(launches.supports, Py_NewRef(Py_None));
@@ -394,8 +394,11 @@ int clear_launches(PyObject* self) {
 void deallocate_launches(PyObject* self) {
   PyObject_GC_UnTrack(self);
   auto& launches = *reinterpret_cast<Launches*>(self);
-  std::destroy_at(&launches.plans);
-  for (PyObject* const each : {launches.prepare, launches.driver, launches.supports, launches.is_watched}) Py_DECREF(each);
+  std::destroy_at(&launches.prepared);
+  Py_DECREF(launches.prepare);
+  Py_DECREF(launches.driver);
+  Py_DECREF(launches.supports);
+  Py_DECREF(launches.is_watched);
   Py_TYPE(self)->tp_free(self);
 }
 

@@ -110,19 +110,19 @@ void note(PyObject* kernel, const char* what) {
 #endif
 }
 
-using MaybePlanned = std::optional<PlannedCall>;
+using MaybeLaunch = std::optional<LaunchCall>;
 
-// Looks up the plan of a kernel that is a `Launches`.
-void look_up(PyObject* kernel, Arguments arguments, MaybePlanned& planned) {
+// Looks up the launch of a kernel that is a `Launches`.
+void look_up(PyObject* kernel, Arguments arguments, MaybeLaunch& launch_call) {
   PyObject* const direct = PyTuple_GET_ITEM(kernel, kDirect);
-  if (Py_TYPE(direct) != launches_type()) return planned.reset();
-  planned.emplace(*reinterpret_cast<Launches*>(direct), arguments.items, arguments.count);
+  if (Py_TYPE(direct) != launches_type()) return launch_call.reset();
+  launch_call.emplace(*reinterpret_cast<Launches*>(direct), arguments.items, arguments.count);
 }
 
 // 1 if the kernel takes the arguments, 0 if not, -1 with an exception.
-int takes(PyObject* kernel, Arguments arguments, const MaybePlanned& planned) {
+int takes(PyObject* kernel, Arguments arguments, const MaybeLaunch& launch_call) {
   PyObject* const supports = PyTuple_GET_ITEM(kernel, kSupports);
-  if (supports == Py_None || (planned && planned->has_plan() && planned->launches().supports == supports)) return 1;
+  if (supports == Py_None || (launch_call && launch_call->is_prepared() && launch_call->launches().supports == supports)) return 1;
   PyObject* answer = PyObject_Vectorcall(supports, arguments.items, static_cast<size_t>(arguments.count), nullptr);
   int result = -1;
   if (answer != nullptr) result = answer == Py_None || (!PyUnicode_Check(answer) && PyObject_IsTrue(answer));
@@ -132,12 +132,12 @@ int takes(PyObject* kernel, Arguments arguments, const MaybePlanned& planned) {
   return result;
 }
 
-PyObject* compute(PyObject* kernel, Arguments arguments, Checks checks, MaybePlanned& planned) {
+PyObject* compute(PyObject* kernel, Arguments arguments, Checks checks, MaybeLaunch& launch_call) {
   const auto count = static_cast<size_t>(arguments.count);
   PyObject* const direct = PyTuple_GET_ITEM(kernel, kDirect);
   if (direct != Py_None) {
     PyObject* output =
-        planned ? planned->run()
+        launch_call ? launch_call->run()
                 : call_raw(reinterpret_cast<DirectCalls*>(direct)->settled.front(), arguments.items, count, checks);
     if (output != Py_NotImplemented) return output;
     Py_DECREF(output);
@@ -146,10 +146,10 @@ PyObject* compute(PyObject* kernel, Arguments arguments, Checks checks, MaybePla
 }
 
 // Results that are not as promised are made so by `op.finished(kernel, output, arguments)`.
-PyObject* run(PyObject* op, PyObject* kernel, PyObject* tuple, Checks checks, MaybePlanned& planned) {
+PyObject* run(PyObject* op, PyObject* kernel, PyObject* tuple, Checks checks, MaybeLaunch& launch_call) {
   static PyObject* const finished = PyUnicode_InternFromString("finished");
   const Arguments arguments{PySequence_Fast_ITEMS(tuple), PyTuple_GET_SIZE(tuple)};
-  PyObject* output = compute(kernel, arguments, checks, planned);
+  PyObject* output = compute(kernel, arguments, checks, launch_call);
   if (output == nullptr) {
     note(kernel, "");
     return nullptr;
@@ -163,11 +163,11 @@ PyObject* run(PyObject* op, PyObject* kernel, PyObject* tuple, Checks checks, Ma
 }
 
 // The results with a node of autograd.
-PyObject* run_differentiably(PyObject* op, PyObject* kernel, PyObject* arguments, MaybePlanned& planned) {
+PyObject* run_differentiably(PyObject* op, PyObject* kernel, PyObject* arguments, MaybeLaunch& launch_call) {
   THPObjectPtr output;
   {
     const at::AutoGradMode none(false);
-    output = run(op, kernel, arguments, Checks::kTypes, planned);
+    output = run(op, kernel, arguments, Checks::kTypes, launch_call);
   }
   if (!output) return nullptr;
   const auto [node, pointer] = make_node(PyTuple_GET_ITEM(kernel, kGradient), arguments);
@@ -189,9 +189,9 @@ PyObject* run_own(PyObject*, PyObject* const* given, Py_ssize_t count) {
     PyErr_SetString(PyExc_TypeError, "run_own takes an op, a kernel and a tuple of arguments");
     return nullptr;
   }
-  MaybePlanned planned;
-  look_up(given[1], {PySequence_Fast_ITEMS(given[2]), PyTuple_GET_SIZE(given[2])}, planned);
-  return run(given[0], given[1], given[2], Checks::kAll, planned);
+  MaybeLaunch launch_call;
+  look_up(given[1], {PySequence_Fast_ITEMS(given[2]), PyTuple_GET_SIZE(given[2])}, launch_call);
+  return run(given[0], given[1], given[2], Checks::kAll, launch_call);
   END_HANDLE_TH_ERRORS
 }
 
@@ -256,16 +256,16 @@ PyObject* call_own(PyObject* direct, PyObject* given, PyObject* keywords) {
   PyObject* const calls = PyTuple_GET_ITEM(direct, kCalls);
   const bool needs_grad = seen.requires_grad && at::GradMode::is_enabled();
   const THPObjectPtr kernels(Py_NewRef(listed));  // another thread may replace them meanwhile
-  MaybePlanned planned;
+  MaybeLaunch launch_call;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kernels.get()); ++i) {
     PyObject* const kernel = PyTuple_GET_ITEM(kernels.get(), i);
-    look_up(kernel, arguments, planned);
-    const int does = takes(kernel, arguments, planned);
+    look_up(kernel, arguments, launch_call);
+    const int does = takes(kernel, arguments, launch_call);
     if (does < 0) return nullptr;
     if (does == 0) continue;
     PyObject* const gradient = PyTuple_GET_ITEM(kernel, kGradient);
-    if (!needs_grad || gradient == Py_None) return run(calls, kernel, tuple.get(), Checks::kTypes, planned);
-    if (is_gradient(gradient)) return run_differentiably(calls, kernel, tuple.get(), planned);
+    if (!needs_grad || gradient == Py_None) return run(calls, kernel, tuple.get(), Checks::kTypes, launch_call);
+    if (is_gradient(gradient)) return run_differentiably(calls, kernel, tuple.get(), launch_call);
     return PyObject_Vectorcall(gradient, arguments.items, static_cast<size_t>(arguments.count), nullptr);
   }
   Py_RETURN_NOTIMPLEMENTED;
