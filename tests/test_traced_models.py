@@ -1,4 +1,4 @@
-"""Fused models under torch.jit.trace and torch.export: they hold torch's own operations, as those of stock models do."""
+"""Fused models under torch.jit.trace, torch.export and torch.fx hold what a graph of the stock model holds."""
 
 import io
 import re
@@ -86,3 +86,13 @@ def test_blocks_and_stacks_with_forwards_of_their_own_can_be_exported():
     (tokens, _) = tiny.inputs(model).values()
     program = torch.export.export(model.encoder, (tokens,), strict=False)
     torch.testing.assert_close(program.module()(tokens)[0], model.encoder(tokens)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_torch_fx_keeps_drop_ins_of_torchs_own_modules_whole():
+    layers = nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.RMSNorm(4, 1e-6), nn.Softmax(-1), nn.SiLU()
+    model, input = nn.Sequential(*layers), torch.randn(3, 4)
+    wanted = model(input)
+    fuseopt.initialize(model)
+    graph = torch.fx.symbolic_trace(model)
+    assert [node.op for node in graph.graph.nodes] == ["placeholder", *["call_module"] * len(layers), "output"]
+    torch.testing.assert_close(graph(input), wanted)

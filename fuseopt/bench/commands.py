@@ -61,7 +61,8 @@ def add_benchmarks(commands: Any) -> None:
             _run_by(generate_commands.low_bit_run),
             (
                 command_options.add_low_bit,
-                generate_commands.add_static,
+                # torchao's weights take longer to compile, since their kernels are tuned.
+                functools.partial(generate_commands.add_static, seconds=180),
                 functools.partial(command_options.add_configs, default=_LOW_BIT),
             ),
         ),

@@ -19,15 +19,15 @@ Run = Callable[..., "Results"]
 """Call: device -> the results of a benchmark."""
 
 
-def add_static(parser: Any) -> None:
-    """Options of transformers' static cache."""
+def add_static(parser: Any, seconds: int = 60) -> None:
+    """Options of transformers' static cache; `seconds` is the default of --compile-seconds."""
     command_options.add_compile(parser, "transformers' static cache with torch.compile")
     parser.add_argument(
         "--compile-seconds",
         type=command_options.positive,
-        default=60,
+        default=seconds,
         metavar="N",
-        help="a call of torch.compile that takes longer than so many seconds is not timed; default: 60",
+        help="a call of torch.compile that takes longer than so many seconds is not timed; default: %(default)s",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -160,8 +161,12 @@ class _Checks:
                 raise Wrong(f"{which} of {shapes}: {gave}")
             check_close(found, reference, exact, f"{which} of {shapes}")
 
-    def _differentiable(self, arguments: Arguments) -> tuple[Arguments, list[Tensor]]:
-        varied = [t.detach().requires_grad_() if t.is_floating_point() else t for t in tensors_of(arguments)]
+    def _differentiable(self, arguments: Arguments, only: int | None = None) -> tuple[Arguments, list[Tensor]]:
+        """The arguments, with tensors that require gradients: all that can, or the one at the place `only`."""
+        varied = [
+            t.detach().requires_grad_(only in (None, place)) if t.is_floating_point() else t
+            for place, t in enumerate(tensors_of(arguments))
+        ]
         if not any(tensor.requires_grad for tensor in varied):
             raise _DoesNotApply("no argument is floating point")
         return with_tensors(arguments, varied), [tensor for tensor in varied if tensor.requires_grad]
@@ -174,41 +179,66 @@ class _Checks:
                     continue
                 self._compare_gradients(arguments, kind)
                 done = True
+            self._compare_gradients_one_by_one(sample)
         if not done:
             raise _DoesNotApply("the backend takes none of the samples")
         return ""
 
-    def _compare_gradients(self, arguments: Arguments, kind: str) -> None:
-        given, inputs = self._differentiable(arguments)
+    def _compare_gradients_one_by_one(self, sample: Arguments) -> None:
+        """As a formula may leave out the gradients that are not needed."""
+        places = [place for place, tensor in enumerate(tensors_of(sample)) if tensor.is_floating_point()]
+        if self._takes(sample) is not None or isinstance(_in_float64(self.op, sample), str) or len(places) == 1:
+            return
+        for place in places:
+            # Without a gradient by this tensor there is nothing to compare.
+            with contextlib.suppress(_DoesNotApply):
+                self._compare_gradients(copied(sample), "if no other is needed", place)
+
+    def _compare_gradients(self, arguments: Arguments, kind: str, only: int | None = None) -> None:
+        given, inputs = self._differentiable(arguments, only)
         outputs = [r for r in as_results(self._call(given)) if r.requires_grad]
         if not outputs:
             raise _DoesNotApply("no result has a gradient")
         cotangents = [torch.randn_like(output) for output in outputs]
-        self._compare_with(cotangents, outputs, inputs, arguments, kind)
+        self._compare_with(cotangents, outputs, inputs, arguments, kind, only)
         expanded = [torch.randn_like(o[:1]).expand_as(o) for o in outputs if o.dim() > 1]
         if len(expanded) == len(outputs):  # as those of a sum over rows are
-            self._compare_with(expanded, outputs, inputs, arguments, f"{kind}, from a gradient with strides of 0")
+            kind += ", from a gradient with strides of 0"
+            self._compare_with(expanded, outputs, inputs, arguments, kind, only)
 
     def _compare_with(
-        self, cotangents: list[Tensor], outputs: list[Tensor], inputs: list[Tensor], arguments: Arguments, kind: str
+        self,
+        cotangents: list[Tensor],
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        arguments: Arguments,
+        kind: str,
+        only: int | None,
     ) -> None:
         found = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, retain_graph=True)
-        own = self._gradients_of_function(arguments, cotangents)
-        exact = self._gradients_of_function(to_dtype(arguments, torch.float64, "cpu"), cotangents)
-        for name, one, reference, precise in zip(self._varied_names(arguments), found, own, exact, strict=True):
+        own = self._gradients_of_function(arguments, cotangents, only)
+        exact = self._gradients_of_function(to_dtype(arguments, torch.float64, "cpu"), cotangents, only)
+        names = self._varied_names(arguments, only)
+        for name, one, reference, precise in zip(names, found, own, exact, strict=True):
             if one is None:
                 one = torch.zeros_like(reference)
             check_close(one, reference, precise, f"the gradient of {name} ({kind})")
 
-    def _varied_names(self, arguments: Arguments) -> Iterator[str]:
-        """The names of the floating point tensors, in order; those of a list with their index."""
-        for name, argument in zip(self.op.signature.names, arguments, strict=True):
-            for place, tensor in enumerate(tensors_of([argument])):
-                if tensor.is_floating_point():
-                    yield name if isinstance(argument, Tensor) else f"{name}[{place}]"
+    def _varied_names(self, arguments: Arguments, only: int | None) -> list[str]:
+        """The names of the tensors that `_differentiable` varies; those of a list with their index."""
+        named = [
+            (name if isinstance(argument, Tensor) else f"{name}[{index}]", tensor)
+            for name, argument in zip(self.op.signature.names, arguments, strict=True)
+            for index, tensor in enumerate(tensors_of([argument]))
+        ]
+        return [
+            name for place, (name, tensor) in enumerate(named) if tensor.is_floating_point() and only in (None, place)
+        ]
 
-    def _gradients_of_function(self, arguments: Arguments, cotangents: Sequence[Tensor]) -> list[Tensor]:
-        given, inputs = self._differentiable(arguments)
+    def _gradients_of_function(
+        self, arguments: Arguments, cotangents: Sequence[Tensor], only: int | None
+    ) -> list[Tensor]:
+        given, inputs = self._differentiable(arguments, only)
         with without_autocast(inputs[0]):
             results = as_results(self.op.function(*given))
         outputs = [result for result in results if result.requires_grad]

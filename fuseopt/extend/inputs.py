@@ -74,6 +74,9 @@ def variants(arguments: Arguments, optional: Sequence[bool]) -> Iterator[tuple[s
     )
     yield "odd shapes", resized(arguments, lambda size: min(size, 3))
     tensors = list(tensors_of(arguments))
+    columns = next((tensor.shape[-1] for tensor in tensors if tensor.dim()), 1)
+    if columns > 1:
+        yield "odd shapes", resized(arguments, by_table({columns: 1}))
     yield "non-contiguous", with_tensors(arguments, list(map(_spaced, tensors)))
     yield "non-contiguous", with_tensors(arguments, list(map(_turned, tensors)))
     yield "in larger memory", with_tensors(arguments, list(map(_surrounded, tensors)))

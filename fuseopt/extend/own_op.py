@@ -42,7 +42,8 @@ def op(name: str, *, flops: Callable | None = None) -> Callable[[Callable], Op]:
     """Decorator that makes a plain PyTorch function the op `torch.ops.<namespace>.<name>`, and returns it as an `Op`.
 
     The function is the op's reference: its annotations give the schema, and what it computes gives the fake and the
-    gradient. It must not write into its arguments. Registering a name again replaces the op, with a warning.
+    gradient. It must not write into its arguments or draw random numbers. Registering a name again replaces the op,
+    with a warning.
 
     Args:
         name: "namespace::name", in a namespace of your own.

@@ -98,7 +98,9 @@ def replaces(
                 "set it when it is missing"
             )
         if replaced is not None and replaced.forward is not nn.Module.forward:
-            _check_same_arguments(f"{cls.__name__}.forward", cls.forward, f"{path}.forward", replaced.forward)
+            fix = "; call the op in the forward of a FusedModule, which has the module's parameters"
+            fix = fix if isinstance(given, Op) else ""
+            _check_same_arguments(f"{cls.__name__}.forward", cls.forward, f"{path}.forward", replaced.forward, fix)
         called = given if isinstance(given, Op) else op or _op_called_by(cls)
         propose = functools.partial(_propose, path, cls, when, None if called is None else called.name)
         lists: dict[str, dict[str, type]] = {CUSTOM: {}} if called is None else {CUSTOM: {}, TRITON: {}}
@@ -223,8 +225,12 @@ def _found(path: str) -> Any:
     return found
 
 
-def _check_same_arguments(name: str, function: Any, source: str, replaced: Any) -> None:
-    """Raise OpError unless a function takes as many positional arguments as the one that it stands in for."""
+def _check_same_arguments(name: str, function: Any, source: str, replaced: Any, fix: str = "") -> None:
+    """Raise OpError unless a function takes as many positional arguments as the one that it stands in for.
+
+    Args:
+        fix: the end of the message.
+    """
     own, other = signature_of(function), signature_of(replaced)
     if own is None or other is None or not isinstance(inspect.unwrap(function), types.FunctionType):
         return
@@ -232,7 +238,8 @@ def _check_same_arguments(name: str, function: Any, source: str, replaced: Any) 
     positional = [parameter for parameter in other.parameters.values() if parameter.kind in kinds]
     required = sum(parameter.default is inspect.Parameter.empty for parameter in positional)
     if not all(can_take(own, count) for count in (required, len(positional))):
-        raise OpError(f"{name}{source_of(function)} takes {own}; {source} takes {other}, and it must take the same")
+        takes = f"{name}{source_of(function)} takes {own}; {source} takes {other}"
+        raise OpError(f"{takes}, and it must take the same{fix}")
 
 
 def _op_called_by(cls: type[FusedModule]) -> Op | None:

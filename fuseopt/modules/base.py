@@ -30,8 +30,9 @@ class FusedModule(nn.Module):
     `load_state_dict(assign=True)`, a hook, an adapter on a child) changes both, and restoring the source copies
     nothing. deepcopy and pickle copy both together.
 
-    The drop-in's class inherits from the fused class and from the source's class, and has the latter's name. So code
-    that selects modules by class treats it as the source: optimizers, `_init_weights`, `reset_parameters`, adapters.
+    The drop-in's class inherits from the fused class and from the source's class, and has the latter's name and module.
+    So code that selects modules by class treats it as the source: optimizers, `_init_weights`, `reset_parameters`,
+    adapters, torch.fx.
     Its `repr` shows the fused class and the source's `extra_repr`.
 
     Attributes:
@@ -83,7 +84,7 @@ class FusedModule(nn.Module):
         """
         shared = ((name, value) for name, value in one.__dict__.items() if name not in self._own)
         return {
-            name: getattr(type(other), name).__get__(other) if _is_own_method(one, name) else value
+            name: getattr(type(other), name).__get__(other) if is_own_method(one, name) else value
             for name, value in shared
         }
 
@@ -93,7 +94,7 @@ class FusedModule(nn.Module):
             and name not in self._own
             and hasattr(type(one), name)
             and value is not other.__dict__.get(name)
-            and not _is_own_method(one, name)
+            and not is_own_method(one, name)
             for name, value in one.__dict__.items()
         )
 
@@ -132,7 +133,7 @@ def _new(fused: type[FusedModule], source: type[nn.Module]) -> FusedModule:
     if cls is None:
         body = {
             "__doc__": fused.__doc__,
-            "__module__": fused.__module__,
+            "__module__": source.__module__,
             "__qualname__": f"{fused.__qualname__}[{source.__name__}]",
             "_fused_class": fused,
             "_source_class": source,
@@ -211,7 +212,7 @@ def is_drop_in(module: nn.Module) -> bool:
     return _is_stand_in(type(module))
 
 
-def _is_own_method(module: nn.Module, name: str) -> bool:
+def is_own_method(module: nn.Module, name: str) -> bool:
     """Whether the instance attribute is just the class's own bound method, which accelerate leaves behind."""
     value = module.__dict__[name]
     return (

@@ -49,6 +49,27 @@ def test_a_backward_wrong_for_broadcast_inputs_only():
     assert found.keys() == {"gradient, fp32"} and "gradient of c (broadcast)" in found["gradient, fp32"]
 
 
+def test_a_backward_wrong_where_one_gradient_is_needed():
+    op = with_kernel(fused)
+
+    @op.backward
+    def _(inputs, output, grad_output, needed):
+        a, b, _ = inputs
+        grad = torch.where(output > 0, grad_output, 0)
+        return grad * b if needed[0] else None, grad * a if all(needed) else grad, grad
+
+    found = failures(op)
+    assert found.keys() == {"gradient, fp32"} and "tensor 1 (if no other is needed)" in found["gradient, fp32"]
+
+
+def test_a_kernel_wrong_for_one_column():
+    def kernel(a, b, c):
+        return torch.zeros_like(fused(a, b, c)) if a.shape[-1:] == (1,) else fused(a, b, c)
+
+    found = failures(with_kernel(kernel))
+    assert "off by" in found["odd shapes, fp32"] and "(4, 1)" in found["odd shapes, fp32"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_what_is_wrong_in_a_half_type_only(dtype):
     factor = 1 + 8 * torch.finfo(dtype).eps

@@ -107,17 +107,15 @@ def test_arguments_that_do_not_fit_the_schema_do_not_compile(op, wrong):
 
 
 def test_a_source_without_the_op_s_function_is_refused_with_its_declaration(op):
-    with pytest.raises(
-        OpError, match=r"has no function 'scale_add'; define Tensor scale_add\(Tensor a, Tensor b, double"
-    ):
+    with pytest.raises(OpError, match=r"has no function 'scale_add'; define Tensor scale_add\(Tensor a, "):
         op.native(cpu=CPU.replace("scale_add", "other"))
 
 
 def test_lists_optional_tensors_strings_and_several_results_are_declared_in_c_plus_plus():
-    schema = '(Tensor[] xs, Tensor? mask=None, int n=1, float p=0.5, bool flag=False, str how="a") -> (Tensor, Tensor)'
-    assert native.declaration("f", schema) == (
-        "std::tuple<Tensor, Tensor> f(std::vector<Tensor> xs, std::optional<Tensor> mask, int64_t n, double p, bool flag, "
-        "std::string how)"
+    arguments = 'Tensor[] xs, Tensor? mask=None, int n=1, float p=0.5, bool flag=False, str how="a"'
+    assert native.declaration("f", f"({arguments}) -> (Tensor, Tensor)") == (
+        "std::tuple<Tensor, Tensor> f(std::vector<Tensor> xs, std::optional<Tensor> mask, int64_t n, double p, "
+        "bool flag, std::string how)"
     )
 
 

@@ -103,6 +103,24 @@ def test_what_is_changed_between_calls_shows(model, change):
     assert after.shape != before.shape or not torch.equal(after, before)
 
 
+@pytest.mark.parametrize("is_before", [True, False], ids=["before initialize", "after it"])
+def test_methods_that_accelerate_leaves_on_modules_are_those_of_their_classes(model, is_before):
+    accelerate = pytest.importorskip("accelerate")
+    device = model.device.type
+    for hooked in (is_before, not is_before):
+        if hooked:
+            accelerate.dispatch_model(model, {"": device}, force_hooks=True)
+            accelerate.hooks.remove_hook_from_module(model, recurse=True)
+            assert "forward" in vars(model) and "forward" in vars(model.lm_head)
+        else:
+            fuseopt.initialize(model, GENERATION)
+    assert_as_stock(model)
+    module = model.lm_head
+    module.forward = lambda hidden: 2 * type(module).forward(module, hidden)
+    generate(model)
+    assert "lm_head has had its forward replaced" in model.generate.calls[-1].reason
+
+
 def test_a_model_that_gave_nan_is_cured(model):
     fuseopt.initialize(model, GENERATION)
     generate(model, max_new_tokens=3)

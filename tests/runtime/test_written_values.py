@@ -44,3 +44,12 @@ def test_a_write_to_an_expanded_tensor_is_seen():
     before = samples.read()
     base.data += 1
     assert samples.read() != before
+
+
+def test_a_read_that_has_begun_keeps_its_values(each_device):
+    weight = torch.zeros(3, 4)
+    samples = ReadSamples(Samples([weight]))
+    first = samples.start()
+    weight += 1
+    second = samples.start()
+    assert first() != second() and not any(first()) and second() == samples.read()

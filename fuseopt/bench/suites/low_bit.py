@@ -56,7 +56,7 @@ def run(
     dtype: torch.dtype | None = None,
     configs: Mapping[str, FusionConfig] | None = None,
     compile: bool | None = None,
-    compile_seconds: float = 60.0,
+    compile_seconds: float = 180.0,
     checkpoints: Path | None = None,
 ) -> Results:
     """Times whole calls per new token, and measures models with saved weights on `TEXTS`.

@@ -18,7 +18,7 @@ from fuseopt.blocks.t5_inference import T5InferenceForward, T5StackForward
 from fuseopt.generation.engine.parked_weights import ParkedForward, is_parked
 from fuseopt.generation.hf.redundant_attributes import contradictions
 from fuseopt.modules import lora, quantised
-from fuseopt.modules.base import has_hooks
+from fuseopt.modules.base import has_hooks, is_own_method
 from fuseopt.modules.children import Children, unexpected_modules
 from fuseopt.modules.lora import LoraLayers, is_lora_linear, kind_of
 from fuseopt.runtime.module_watch import (
@@ -169,7 +169,8 @@ def _module_reason(module: nn.Module, is_quantised: bool) -> str | None:
         return "is dispatched or offloaded by accelerate"
     forward = module.__dict__.get("forward")
     is_own = is_quantised and quantised.has_own_forward(module)
-    if "forward" in module.__dict__ and type(forward) not in _FORWARDS and not is_own:
+    is_own = is_own or type(forward) in _FORWARDS
+    if "forward" in module.__dict__ and not is_own and not is_own_method(module, "forward"):
         return "has had its forward replaced"
     if not is_quantised and has_other_weights(module):
         return "has weights that are not Parameters, or an embedding's max_norm"
