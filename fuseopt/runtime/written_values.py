@@ -63,9 +63,14 @@ class Samples:
             for these, values in zip(views, self.joined, strict=True):
                 torch.cat(these, out=values)
 
+    def copied(self) -> Callable[[], builtins.bytes]:
+        """Queues a copy of what the last `join` read; returns a function that waits for it and returns its bytes."""
+        copies = [HostCopy(values, values.dtype) for values in self.joined]
+        return lambda: b"".join(copy.read().view(torch.uint8).numpy().tobytes() for copy in copies)
+
     def values(self) -> builtins.bytes:
         """The bytes of the values that the last `join` read; waits for the current stream."""
-        return b"".join(values.cpu().view(torch.uint8).numpy().tobytes() for values in self.joined)
+        return self.copied()()
 
 
 class ReadSamples(Work[Samples]):
@@ -86,8 +91,7 @@ class ReadSamples(Work[Samples]):
     def start(self) -> Callable[[], bytes]:
         """Queues a read of the values; returns a function that waits for it and returns their bytes."""
         self()
-        copies = [HostCopy(values, values.dtype) for values in self.state.joined]
-        return lambda: b"".join(copy.read().view(torch.uint8).numpy().tobytes() for copy in copies)
+        return self.state.copied()
 
     def read(self) -> bytes:
         """The bytes of the values as they are now; waits for the device."""

@@ -44,3 +44,12 @@ def test_a_write_to_an_expanded_tensor_is_seen():
     before = samples.read()
     base.data += 1
     assert samples.read() != before
+
+
+def test_values_of_a_read_stay_after_a_later_one(each_device):
+    weight = torch.zeros(300)
+    samples = ReadSamples(Samples([weight]))
+    first = samples.start()
+    weight.data.fill_(1)
+    second = samples.start()
+    assert first() == bytes(len(second())) != second() == samples.read()
