@@ -248,7 +248,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     measures = beside_auto(source) is not None
     config = source if measures else Config.load(source)
     if measures and arguments.strict:
-        raise ConfigError("--strict: 'auto' names nothing that has to be done; leave it out")
+        raise ConfigError("--strict: has no effect with the config 'auto'; leave it out")
 
     import torch
 
