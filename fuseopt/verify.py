@@ -170,8 +170,8 @@ def verify(
     Args:
         model: on any device, in any floating-point dtype.
         config: as for `initialize`.
-        inputs: required; keyword arguments of the model's forward, such as a tokenizer returns. An encoder-decoder model that is
-            given neither decoder inputs nor labels gets its prompt, shifted, as `decoder_input_ids`.
+        inputs: required; keyword arguments of the model's forward, such as a tokenizer returns. An encoder-decoder
+            model that is given neither decoder inputs nor labels gets its prompt, shifted, as `decoder_input_ids`.
         labels: for the loss; may also be in `inputs`. The loss of a model whose forward takes none is a sum of its
             outputs with random weights.
         train: whether a training step is compared. By default if there are labels, or if the config has

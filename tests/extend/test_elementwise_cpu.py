@@ -75,7 +75,7 @@ def test_broadcast_shapes(shapes, reduce_grad):
 
 
 def test_sizes_that_do_not_broadcast_are_named():
-    with pytest.raises(RuntimeError, match="tensor 2 of the expression has size 5 in dimension -1, .* has 768"):
+    with pytest.raises(RuntimeError, match=r"tensor 2 of the expression has size 5 in dimension -1, .* has 768"):
         made()(torch.randn(8, 768), torch.randn(5), torch.randn(768), 1.5, backend="cpu")
 
 

@@ -230,9 +230,8 @@ def test_the_plan_says_what_stays_and_why() -> None:
     with assume_gpu((9, 0)):
         assert "the CUDA kernel does not take torch.float32" in reason(tiny.gpt2(), "int8")
         halves = reason(tiny.gpt2().half(), "int8")
-    assert (
-        "1 of 9 linear layers" in halves and "2, such as transformer.h.0.attn.c_attn, unchanged: one kernel computes" in halves
-    )
+    assert "1 of 9 linear layers; " in halves
+    assert "2, such as transformer.h.0.attn.c_attn, unchanged: one kernel computes" in halves
     with assume_gpu((7, 5)):
         assert "the CUDA kernel needs a GPU of compute capability 8.0, not 7.5" in reason(tiny.t5().half(), "int8")
     kept = reason(tiny.gpt2(), {"bits": 8, "keep": "cpu"})
