@@ -10,13 +10,13 @@ class HostCopy:
     """Copy of a tensor to the host, made in stream order; the host waits for it only when it reads.
 
     Args:
-        tensor: on any device; the copy is a tensor of its own unless it is on the CPU.
+        tensor: on any device.
         dtype: of the copy.
     """
 
     def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
         # PyTorch copies to pinned memory.
-        self._copy = tensor.to("cpu", dtype, non_blocking=True)
+        self._copy = tensor.to("cpu", dtype, non_blocking=True, copy=True)
         is_on_gpu = tensor.device.type == "cuda"
         self._event = torch.cuda.current_stream(tensor.device).record_event() if is_on_gpu else None
 

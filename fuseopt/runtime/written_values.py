@@ -66,14 +66,7 @@ class Samples:
     def copied(self) -> Callable[[], builtins.bytes]:
         """Queues a copy of `joined` to the host; returns a function that waits for it and returns its bytes."""
         copies = [HostCopy(values, values.dtype) for values in self.joined]
-
-        def read() -> builtins.bytes:
-            return b"".join(copy.read().view(torch.uint8).numpy().tobytes() for copy in copies)
-
-        if self.device.type != "cpu":
-            return read
-        now = read()  # The next `join` writes to what a HostCopy refers to on a CPU.
-        return lambda: now
+        return lambda: b"".join(copy.read().view(torch.uint8).numpy().tobytes() for copy in copies)
 
     def values(self) -> builtins.bytes:
         """The bytes of `joined`; waits for the current stream."""
