@@ -137,7 +137,7 @@ def test_layers_that_gain_nothing_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         choices[keep] = {module.path for module in model.generate.checked.low_bit.modules()}
         reasons = " ".join(model.generate.report_lines())
         assert ("transformer.h.0.attn.c_attn, unchanged: one kernel computes it" in reasons) == (keep == "device")
-        assert ("attn.c_proj unchanged: its kernel in 16 bits is as fast" in reasons) == (keep == "device")
+        assert ("attn.c_proj, unchanged: its kernel in 16 bits is as fast" in reasons) == (keep == "device")
     mlps = {f"transformer.h.{i}.mlp.{name}" for i in (0, 1) for name in ("c_fc", "c_proj")}
     assert choices["device"] == {*mlps, "lm_head"} and len(choices["cpu"]) == 9
     large = Linear((torch.ones(128, 64).T,))
