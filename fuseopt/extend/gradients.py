@@ -147,6 +147,8 @@ def by_formula(
     Raises:
         OpError: it gives another number of gradients.
     """
+    # A kernel reads a gradient's memory, which does not hold the values of a lazy tensor.
+    grads = [grad if grad is None else grad.resolve_neg().resolve_conj() for grad in grads]
     one = op.signature.results == 1
     output, grad_output = (outputs[0], grads[0]) if one else (tuple(outputs), tuple(grads))
     with noting(f"the backward of {op.name}"):
