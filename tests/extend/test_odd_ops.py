@@ -327,3 +327,25 @@ def test_a_kernel_and_a_formula_get_the_values_of_lazy_tensors(library, monkeypa
         twice(torch._neg_view(y)).sum().backward()
         assert y.grad.tolist() == [-2, -2, -2]
     assert len(seen) == 14 and not any(seen)
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_a_batch_of_gradients_is_that_of_the_function(library, monkeypatch):
+    """Its tensors have no memory, which a formula's kernel reads."""
+
+    @fuseopt.op("mine::squared")
+    def squared(x: Tensor) -> Tensor:
+        return x * x
+
+    squared.kernel("cpu")(lambda x: x * x)
+    squared.backward("cpu")(lambda inputs, output, grad: torch.from_numpy(2 * inputs[0].numpy() * grad.numpy()))
+    if not library:
+        monkeypatch.setattr(loader, "python_library", lambda: None)
+    for _ in range(2):
+        x = X.clone().requires_grad_()
+        grads = torch.randn(5, *X.shape)
+        (found,) = torch.autograd.grad(squared(x), (x,), grads, is_grads_batched=True)
+        torch.testing.assert_close(found, 2 * X * grads)
+        assert torch.equal(gradient(squared), 2 * X)
+        jacobian = torch.autograd.functional.jacobian(squared, X, vectorize=True)
+        torch.testing.assert_close(jacobian.reshape(12, 12), torch.diag(2 * X.flatten()))
