@@ -141,7 +141,7 @@ def prefix_attention(
             kernel works on copies if strides are no multiples of 16 bytes. Neighbouring heads of queries share a head
             of keys.
         scale: multiplies the scores.
-        start: [1] int64, the slot of the first token, at most capacity - length (not checked on a GPU); None for 0.
+        start: [1] int64, the slot of the first token, from 0 to capacity - length (not checked); None for 0.
         filled: [1] int64: keys and values from this slot on count as zeros, as they belong to padding; None without
             padding.
         window: a token attends to its own slot and the `window` - 1 slots before it; 0: to all.
