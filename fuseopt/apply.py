@@ -153,8 +153,8 @@ def put(model: nn.Module, wanted: Applied | None, stacklevel: int = 3) -> None:
         left += _switch(model, wanted, [(change, change.before, change.after) for change in wanted.changes])
     for path, kind in dict.fromkeys((change.path, type(change.current()).__name__) for change in left):
         warnings.warn(
-            f"fuseopt.restore: {printable(path)} is left as it is, a {kind}: it, its class or a method of it was set "
-            "after fuseopt.initialize. To get the original back, set it yourself",
+            f"fuseopt.restore: {printable(path)} is left as it is, a {kind}: code outside fuseopt set it, its class or "
+            "one of its methods after fuseopt.initialize. To get the original back, set it yourself",
             stacklevel=stacklevel,
         )
 

@@ -248,7 +248,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     measures = beside_auto(source) is not None
     config = source if measures else Config.load(source)
     if measures and arguments.strict:
-        raise ConfigError("--strict: 'auto' names nothing that has to be done; leave it out")
+        raise ConfigError("--strict: has no effect with the config 'auto'; leave it out")
 
     import torch
 
@@ -343,19 +343,19 @@ def _model(arguments: argparse.Namespace) -> PreTrainedModel:
 def _verify(arguments: argparse.Namespace) -> int:
     import fuseopt
     from fuseopt.bench.harness.architectures import random_inputs
-    from fuseopt.bench.harness.progress import waiting
+    from fuseopt.bench.harness.progress import say
     from fuseopt.verify import acts_in_training, with_options
 
     config, model = Config.load(arguments.config), _model(arguments)
     inputs = random_inputs(model, arguments.batch, arguments.length, arguments.generate)
-    with waiting(f"comparing {arguments.model}, stock and fused, with float64"):
-        checked = fuseopt.verify(
-            model,
-            config,
-            inputs,
-            labels=inputs["input_ids"] if arguments.train or acts_in_training(config) else None,
-            generate=arguments.generate and {"max_new_tokens": arguments.generate},
-        )
+    say(f"comparing {arguments.model}, stock and fused, with float64 ...")
+    checked = fuseopt.verify(
+        model,
+        config,
+        inputs,
+        labels=inputs["input_ids"] if arguments.train or acts_in_training(config) else None,
+        generate=arguments.generate and {"max_new_tokens": arguments.generate},
+    )
     print(with_options(checked))
     return 0 if checked.ok else 1
 
@@ -364,11 +364,11 @@ def _check(arguments: argparse.Namespace) -> int:
     if not arguments.file.is_file():
         raise ConfigError(f"{arguments.file}: no such file; name a Python file that registers ops by @fuseopt.op")
 
-    from fuseopt.bench.harness.progress import waiting
+    from fuseopt.bench.harness.progress import say
     from fuseopt.extend.check_file import check_file
 
-    with waiting(f"checking the ops of {arguments.file}"):
-        reports = check_file(arguments.file, device(arguments.device))
+    say(f"checking the ops of {arguments.file} ...")
+    reports = check_file(arguments.file, device(arguments.device))
     print("\n\n".join(map(str, reports)))
     return 0 if all(report.ok for report in reports) else 1
 

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fuseopt.errors import printable
-from fuseopt.tables import clipped
 
 STOCK, COMPILED, KEPT, NOT_MEASURED = "stock", "torch.compile", "kept", "not measured: "
 _WIDTH, _LONGEST_NAME, _MOST_LINES = 118, 48, 3
@@ -95,12 +94,12 @@ class Measurements:
         return [("choice", "a call", "gain", noise), *(choice.cells for choice in self.choices)]
 
     def lines(self) -> Iterator[str]:
-        """The heading and the table, at most 118 columns wide. Long names and notes are wrapped, to at most 3 lines."""
-        yield clipped(printable(self.heading), _WIDTH)
+        """The heading and the table, at most 118 columns wide. Long texts are wrapped, to at most 3 lines."""
+        yield from _wrapped(printable(self.heading), _WIDTH)
         table = [[printable(cell) for cell in line] for line in self.cells()]
         width = min(_LONGEST_NAME, max(len(name) for name, *_ in table))
         for name, time, gain, note in table:
-            names = textwrap.wrap(name, width, subsequent_indent="  ", max_lines=_MOST_LINES, break_on_hyphens=False)
+            names = _wrapped(name, width)
             notes = textwrap.wrap(note, _WIDTH - width - 21, max_lines=_MOST_LINES, break_on_hyphens=False)
             for part, remark in itertools.zip_longest(names, notes, fillvalue=""):
                 yield f"  {part:<{width}}  {time:>7}  {gain:>6}  {remark}".rstrip()
@@ -118,6 +117,10 @@ class Measurements:
         """
         choices = tuple(MeasuredChoice(**choice) for choice in content["choices"])
         return cls(**{**content, "choices": choices})
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, subsequent_indent="  ", max_lines=_MOST_LINES, break_on_hyphens=False)
 
 
 def duration(seconds: float) -> str:

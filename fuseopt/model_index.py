@@ -52,7 +52,8 @@ class Site:
         release = tuple(map(int, re.findall(r"\d+", version)[:2]))
         if release <= _LAST_TRANSFORMERS or self.name in _WITHOUT_CACHE:
             return None
-        module = self.owner._modules.get(self.name) or self.owner
+        child = self.owner._modules.get(self.name)
+        module = self.owner if child is None else child  # an empty ModuleList is false
         if "cache" not in inspect.signature(type(module).forward).parameters:
             return None
         major, minor = _LAST_TRANSFORMERS

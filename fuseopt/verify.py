@@ -153,7 +153,7 @@ class Verification:
 def verify(
     model: nn.Module,
     config: Any,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, Any] | None = None,
     *,
     labels: Tensor | None = None,
     train: bool | None = None,
@@ -170,8 +170,8 @@ def verify(
     Args:
         model: on any device, in any floating-point dtype.
         config: as for `initialize`.
-        inputs: keyword arguments of the model's forward, such as a tokenizer returns. An encoder-decoder model that is
-            given neither decoder inputs nor labels gets its prompt, shifted, as `decoder_input_ids`.
+        inputs: required; keyword arguments of the model's forward, such as a tokenizer returns. An encoder-decoder
+            model that is given neither decoder inputs nor labels gets its prompt, shifted, as `decoder_input_ids`.
         labels: for the loss; may also be in `inputs`. The loss of a model whose forward takes none is a sum of its
             outputs with random weights.
         train: whether a training step is compared. By default if there are labels, or if the config has
@@ -185,6 +185,10 @@ def verify(
         InputsError: an argument is wrong or missing; nothing has been changed.
         InputsError: the model returns no floating-point tensor, or its training step is random without dropout too.
     """
+    if inputs is None:
+        raise InputsError(
+            "inputs: missing; the config comes before the inputs, as in fuseopt.verify(model, 'inference', inputs)"
+        )
     decided = fuseopt.plan(model, Config.load(config))  # raises for a bad model or config before anything runs
     wanted = decided.config
     if train is not None and not isinstance(train, bool):

@@ -137,8 +137,8 @@ def step_run(
     lengths = lengths or {"max_new_tokens": DEFAULT_TOKENS}
     tokens, logits = greedy(model, prompt, lengths)
     prompt, shortened = _shortened(generate, prompt)
-    if shortened:
-        tokens, logits = greedy(model, prompt, lengths)
+    if shortened:  # as many steps, which a `max_length` does not say of a part
+        tokens, logits = greedy(model, prompt, {"max_new_tokens": tokens.shape[1]})
     call = generate.calls[-1]
     reason = call.reason if call.tier.value == "T2" else UNQUANTISED_PROMPT if call.unquantised_prompt else None
     if generate.cache_dtype:
@@ -149,7 +149,8 @@ def step_run(
 def _shortened(generate: FusedGenerate, prompt: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """The part of `prompt` that is small enough for all products to read quantised weights, and what it is in words.
 
-    That is "" if all of it is small enough, or it has other tensors than token ids and their mask.
+    That is "" if all of it is small enough, or it has other tensors than token ids and their mask. A mask that excludes
+    all tokens of a row's part is one of ones there.
     """
     from fuseopt.generation.prompt.prefill import reads_unquantised
 
@@ -157,7 +158,9 @@ def _shortened(generate: FusedGenerate, prompt: Mapping[str, Any]) -> tuple[Mapp
     most = checked.step.most_quantised_rows if checked.is_built else None
     if most is None or not {"input_ids"} <= prompt.keys() <= {"input_ids", "attention_mask"}:
         return prompt, ""
-    rows, length = prompt["input_ids"].shape
+    (rows, length), has_mask = prompt["input_ids"].shape, "attention_mask" in prompt
+    if has_mask and prompt["attention_mask"].shape != (rows, length):
+        return prompt, ""
     kept_rows, kept = min(rows, most), length
     if not checked.step.shape.encoder_width:
         kept = min(length, most // kept_rows)
@@ -166,6 +169,9 @@ def _shortened(generate: FusedGenerate, prompt: Mapping[str, Any]) -> tuple[Mapp
     if (kept_rows, kept) == (rows, length):
         return prompt, ""
     part = {name: values[:kept_rows, length - kept :] for name, values in prompt.items()}
+    if has_mask:  # on the right, padding may be all of a part
+        kept_mask = part["attention_mask"]
+        part["attention_mask"] = torch.where(kept_mask.any(1, keepdim=True), kept_mask, 1)
     return part, (
         f"the last {kept} of {length} tokens of {kept_rows} of {rows} prompts: products of more than {most} rows read "
         "the unquantised weights"

@@ -426,7 +426,8 @@ def test_report_measures_with_the_config_auto(capsys, monkeypatch):
     code, out, _ = run(
         capsys, "report", "gpt2-tiny", "--config", auto.replace("ln_1", "attn.c_attn"), "--train", *sizes
     )
-    assert code == 0 and ": training step of input_ids [2, 8], attention_mask [2, 8], labels [2, 8]\n" in out
+    words = " ".join(out.split())
+    assert code == 0 and ": training step of input_ids [2, 8], attention_mask [2, 8], labels [2, 8] " in words
 
 
 def test_options_of_auto_need_it(capsys):
@@ -438,7 +439,7 @@ def test_options_of_auto_need_it(capsys):
     code, _, err = run(capsys, "verify", "gpt2-tiny", "--config", "auto")
     assert code == 2 and "fuseopt report MODEL --config auto" in err
     code, _, err = run(capsys, "plan", "gpt2-tiny", "--config", "auto", "--strict")
-    assert code == 2 and "--strict: 'auto' names nothing" in err
+    assert code == 2 and "--strict: has no effect" in err
 
 
 def test_plan_says_what_auto_would_measure_and_what_it_has(capsys, monkeypatch, tmp_path):

@@ -67,16 +67,19 @@ def test_a_trace_holds_torchs_operations_and_its_gradient_is_the_stock_models(fa
     tiny.assert_same_gradients({"weight": grad}, {"weight": wanted_grad})
 
 
+@pytest.mark.parametrize("strict", [False, True], ids=["traced", "by Dynamo"])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_an_exported_program_holds_torchs_operations(family, config):
+def test_an_exported_program_holds_torchs_operations(family, config, strict):
     model = tiny.FAMILIES[family]()
     (tokens,) = tiny.inputs(model).values()
     fuseopt.initialize(model, CONFIGS[config])
-    for module, arguments in ((Logits(model), (tokens,)), (model, (tokens,))):
-        program = torch.export.export(module, arguments, {"use_cache": False} if module is model else {}, strict=False)
-        targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
-        assert not [target for target in targets if "fuseopt" in target], targets
+    for module, options in ((Logits(model), {}), (model, {"use_cache": False})):
+        for has_gradients in (True, False):
+            with torch.set_grad_enabled(has_gradients):
+                program = torch.export.export(module, (tokens,), options, strict=strict)
+            targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+            assert not [target for target in targets if "fuseopt" in target], targets
 
 
 def test_blocks_and_stacks_with_forwards_of_their_own_can_be_exported():

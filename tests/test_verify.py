@@ -142,6 +142,8 @@ def test_the_model_is_left_as_found_when_the_fused_run_raises(gpt2, inputs, monk
 def test_verify_refuses_bad_arguments(gpt2, inputs):
     with pytest.raises(NotAModelError):
         fuseopt.verify("gpt2", GELU, inputs)
+    with pytest.raises(InputsError, match="the config comes before the inputs"):
+        fuseopt.verify(gpt2, inputs)
     with pytest.raises(ConfigError, match="FusedGELU"):
         fuseopt.verify(gpt2, {"kernel_fusion": {"custom_cuda_kernels": ["FusedGELUU"]}}, inputs)
     with pytest.raises(ValueError, match="no floating-point tensor"):

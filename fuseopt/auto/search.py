@@ -102,7 +102,7 @@ class Search:
         self._start = monotonic()
         with apply.as_found_after(self._model), progress.bar(self._limit) as self._bar, progress.quiet():
             if self._bar.disable:
-                limit = f"no choice is begun after {self._limit:g} s"
+                limit = f"no further choice is timed after {self._limit:g} s"
                 announcements.announce(f"auto: measuring {self._work.name}; {limit}")
             apply.put(self._model, None)
             with verify_runs.state_kept(self._model):
@@ -273,14 +273,14 @@ class Search:
         if work.generate is not None:
             work = dataclasses.replace(work, generate={**work.generate, **self._compiled_generate()})
             if self._beams > 1:
-                row = dataclasses.replace(row, note="transformers compiles no beam search")
+                row = dataclasses.replace(row, note="transformers does not compile beam search")
         row = self._unmeasured(row, _COMPILE_SECONDS) or row
         if not row.note:
             attributes = set(vars(model))
             try:
                 compiled: Any = model if work.generate is not None else torch.compile(model)
                 seconds, spread = self._raced(_Way(model, None, functools.partial(work, compiled)), stock)
-                note = "no config has it: call torch.compile(model)" if spread.median > best.speed_up else ""
+                note = "no config can select it: call torch.compile(model)" if spread.median > best.speed_up else ""
                 row = dataclasses.replace(row, seconds=seconds, speed_up=spread.median, note=note)
             except Exception as error:
                 row = dataclasses.replace(row, note=_failed(error))
@@ -317,7 +317,7 @@ class Search:
         left = self._limit - self._passed()
         if left > seconds:
             return None
-        why = "after the time limit" if left <= 0 else "it compiles for longer than is left"
+        why = "after the time limit" if left <= 0 else "the compiler needs more time than is left"
         return dataclasses.replace(row, note=row.note or f"{NOT_MEASURED}{why} ({self._limit:g} s)")
 
     def _note(self, best: Best, note: str) -> None:

@@ -27,7 +27,7 @@ def add_static(parser: Any, seconds: int = 60) -> None:
         type=command_options.positive,
         default=seconds,
         metavar="N",
-        help="a call of torch.compile that takes longer than so many seconds is not timed; default: %(default)s",
+        help=f"seconds after which a call of torch.compile is not timed; default: {seconds}",
     )
 
 

@@ -167,4 +167,6 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _failed(command: Sequence[str], status: int, said: str) -> NativeBuildError:
-    return build_error(f"{Path(command[0]).name} failed with exit status {status}", command, said)
+    return build_error(
+        f"the native code does not compile (exit status {status} of {Path(command[0]).name})", command, said
+    )

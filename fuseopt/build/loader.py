@@ -121,7 +121,7 @@ def _is_of_this_machine(state: LibraryState) -> bool:
 def _without_compiling(found: LibraryState) -> LibraryState:
     if found.status != "buildable":
         return found
-    reason = "the libraries of kernels are prebuilt, and to call them sooner is not worth a compilation"
+    reason = "it only saves host time, so it is not compiled where the kernels are prebuilt"
     return replace(found, status="absent", path=None, reason=reason)
 
 

@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `check` found. `print(report)` is a table; as a bool, it is `ok`."""
+    """What `check` found. `print(report)` is a table that ends with what failed; as a bool, it is `ok`."""
 
     name: str
     device: str
@@ -61,7 +61,7 @@ class CheckReport:
                 text.ljust(width) for text, width in zip((row.backend, row.check, row.status), widths, strict=True)
             )
             + f"  {row.detail}"
-            for row in self.rows
+            for row in sorted(self.rows, key=lambda row: row.status == "FAIL")
         ]
         verdict = "ok" if self.ok else f"{len(self.failures)} of {len(self.rows)} checks FAIL"
         return "\n".join([f"{self.name} on {self.device}: {verdict}", *(line.rstrip() for line in lines)])

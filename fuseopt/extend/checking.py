@@ -393,7 +393,7 @@ class _Checks:
         arguments = self._taken()
         stacked = with_tensors(arguments, [torch.stack((t, t)) for t in tensors_of(arguments)])
         if self.op.signature.has_lists:
-            raise _DoesNotApply("an op of a list of tensors is not mapped")
+            raise _DoesNotApply("vmap is not tried for lists of tensors")
         dims = tuple(0 if isinstance(argument, Tensor) else None for argument in arguments)
         if not any(dim == 0 for dim in dims):
             raise _DoesNotApply("no argument is a tensor")

@@ -104,14 +104,15 @@ def gradients(
 ) -> list[Tensor | None]:
     """The gradient of each tensor among `arguments`; None where it is not needed.
 
-    A second derivative is always that of the reference.
+    A second derivative is always that of the reference. So is a batch of gradients (`is_grads_batched`), whose tensors
+    have no memory that a kernel could read.
 
     Args:
         formula: called in place of the one that was given to the op, with the same arguments.
     """
     by_hand = op.formula(backend)
     try:
-        if by_hand is None or is_differentiated_again():
+        if by_hand is None or is_differentiated_again() or any(map(_is_batched, grads)):
             return of_reference(op.function, arguments, grads, needed)
         if formula is not None:
             return _scattered(formula(arguments, outputs, grads, needed), needed)
@@ -147,6 +148,8 @@ def by_formula(
     Raises:
         OpError: it gives another number of gradients.
     """
+    # A kernel reads a gradient's memory, which does not hold the values of a lazy tensor.
+    grads = [grad if grad is None else grad.resolve_neg().resolve_conj() for grad in grads]
     one = op.signature.results == 1
     output, grad_output = (outputs[0], grads[0]) if one else (tuple(outputs), tuple(grads))
     with noting(f"the backward of {op.name}"):
@@ -208,6 +211,10 @@ def of_reference(
         return [torch.zeros_like(t) if needs else None for t, needs in zip(tensors, needed, strict=True)]
     found = torch.autograd.grad([r for r, _ in pairs], wanted, [g for _, g in pairs], materialize_grads=True)
     return _scattered(found, needed)
+
+
+def _is_batched(grad: Tensor | None) -> bool:
+    return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
 def _varies(tensor: Tensor) -> bool:

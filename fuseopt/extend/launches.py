@@ -20,7 +20,7 @@ class PreparedLaunch(NamedTuple):
         grid: blocks in three dimensions; or (a function of the arguments, one that makes three ints of what it gives).
         block: threads in three dimensions.
         shared: dynamic shared memory in bytes.
-        results: (sizes, dtype) of each. Nothing is launched if the first has no elements.
+        results: (sizes, dtype) of each. Nothing is launched if none has elements.
         parameters: of the kernel: a place, or the bytes of a constant, at most 8.
         contiguous: places of tensors that are copied if they are not contiguous.
         keeps: what has to live as long as the launch.

@@ -313,7 +313,7 @@ class _BareKernel:
         results = self._results(arguments)
         passed = [place for place, argument in enumerate(arguments) if argument is not None]
         made = range(len(arguments), len(arguments) + len(results))
-        size = struct.pack("i", results[0][0].numel())
+        size = struct.pack("i", self._size(results))
         return PreparedLaunch(
             self._on_device(device.index).func.value,
             (self._grid, functools.partial(_three, self._op, "grid")),
@@ -329,18 +329,19 @@ class _BareKernel:
 
         Raises:
             TypeError: an argument is no tensor and no number.
-            OverflowError: a number that does not fit into an int.
+            OverflowError: a number, or the size of the first result, that does not fit into an int.
             ValueError: the tensors are on different devices.
         """
         for argument in arguments:
             _check_passed(argument)
-        given = [argument.contiguous() if isinstance(argument, Tensor) else argument for argument in arguments]
-        device, *others = {tensor.device for tensor in tensors_of(given)}
+        device, *others = {tensor.device for tensor in tensors_of(arguments)}
         if others:
             raise ValueError("the tensors of a bare kernel are on different devices")
-        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._results(arguments)]
-        size = results[0].numel()
-        if size:
+        found = self._results(arguments)
+        size = self._size(found)
+        given = [argument.contiguous() if isinstance(argument, Tensor) else argument for argument in arguments]
+        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in found]
+        if any(result.numel() for result in results):
             with torch.cuda.device(device):
                 passed = [argument for argument in given if argument is not None]
                 grid = _three(self._op, "grid", self._grid(*arguments))
@@ -351,6 +352,15 @@ class _BareKernel:
         """Shape and dtype of each result, which the op's fake knows."""
         meta = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors_of(arguments)]
         return [(r.shape, r.dtype) for r in self._op.fake_results(with_tensors(arguments, meta))]
+
+    def _size(self, results: Sequence[tuple[torch.Size, torch.dtype]]) -> int:
+        size = results[0][0].numel()
+        if size >= 2**31:
+            raise OverflowError(
+                f"{self._op.name}: a bare kernel gets the size of its first result as int, into which {size} does not "
+                "fit; call it with smaller tensors, or refuse such calls in `supports`"
+            )
+        return size
 
 
 def _check_passed(argument: Any) -> None:

@@ -193,7 +193,7 @@ def _put_in(kernel: Kernel, path: str, *, is_for_all: bool) -> None:
         register_kernel(each)
     if older and is_for_all:
         names = ", ".join(each.name for each in older)
-        message = f"fuseopt: {kernel.name} is asked before {names}, for {path}; fuseopt.unregister takes one back"
+        message = f"fuseopt: {kernel.name} is tried before {names} for {path}; fuseopt.unregister(name) removes one"
         warnings.warn(message, stacklevel=user_stack_level())
     _registered[kernel.name] = _Registration(kernel, path)
 

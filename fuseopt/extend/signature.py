@@ -276,16 +276,21 @@ def kind_of(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether a tensor's memory does not hold its values, as of `z.conj().imag`, whose sign is a bit of the tensor."""
+    return tensor.is_neg() or tensor.is_conj() or torch._is_zerotensor(tensor)
+
+
 def look_at(arguments: Sequence[Any]) -> tuple[Tensor | None, bool]:
     """The first tensor of a call and whether that needs autograd; None for it if torch has to see the call.
 
     So it has if there is none, if a mode, a transform, a tracer or the profiler observes it, or if a tensor is of a
-    subclass, or on another device than a CPU or a GPU.
+    subclass, lazy, or on another device than a CPU or a GPU.
     """
     first, needs_grad = None, False
     for argument in arguments:
         if type(argument) in _PLAIN_TYPES:
-            if not (argument.is_cuda or argument.is_cpu):
+            if not (argument.is_cuda or argument.is_cpu) or is_lazy(argument):
                 return None, False
             if first is None:
                 first = argument

@@ -82,7 +82,7 @@ def quantised_weight(module: nn.Module) -> QuantisedWeight | None:
         raise UnreadableWeight(str(reason), module) from None
     except (AttributeError, IndexError, TypeError) as error:
         # Another version of the library stores other attributes.
-        raise UnreadableWeight(f"is quantised, and laid out otherwise than is known here ({error})", module) from error
+        raise UnreadableWeight(f"is quantised in a layout that fuseopt cannot read ({error})", module) from error
     return read
 
 

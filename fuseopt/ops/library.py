@@ -209,9 +209,8 @@ def in_forward_mode() -> bool:
 
 def is_recorded() -> bool:
     """Whether torch.jit.trace or torch.export records operations, for programs without fuseopt as well."""
-    if is_dynamo_compiling():
-        return False  # where older versions of torch say that they export, too
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+    # Inside Dynamo, older versions of torch say that they export under torch.compile too, but do not set this flag.
+    return torch.compiler._is_exporting_flag or (not is_dynamo_compiling() and torch.jit.is_tracing())
 
 
 def is_unobserved() -> bool:

@@ -15,9 +15,9 @@ class HostCopy:
     """
 
     def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
-        # PyTorch copies to pinned memory.
-        self._copy = tensor.to("cpu", dtype, non_blocking=True, copy=True)
+        # From CUDA, PyTorch copies to pinned memory. From other devices the host waits here, as there is no event.
         is_on_gpu = tensor.device.type == "cuda"
+        self._copy = tensor.to("cpu", dtype, non_blocking=is_on_gpu, copy=True)
         self._event = torch.cuda.current_stream(tensor.device).record_event() if is_on_gpu else None
 
     def read(self) -> Tensor:

@@ -274,7 +274,7 @@ def test_a_later_call_finds_the_result_and_measures_nothing(clock, monkeypatch, 
     model, inputs = auto(clock, tiny.gpt2()), tiny.inputs(tiny.gpt2(), batch=3)
     # stderr is no terminal here, so that a line takes the place of the bar.
     assert caplog.messages[0] == (
-        "fuseopt: auto: measuring forward of input_ids [2, 7]; no choice is begun after 180 s"
+        "fuseopt: auto: measuring forward of input_ids [2, 7]; no further choice is timed after 180 s"
     )
     caplog.clear()
     monkeypatch.setattr(torch, "compile", None)
@@ -478,7 +478,7 @@ def test_transformers_compiles_generate_on_a_cpu_too_but_no_beam_search(clock, m
     attributes = set(vars(model))
     prompt = {**tiny.inputs(model), "attention_mask": torch.ones(2, 7, dtype=torch.long)}
     auto(clock, model, inputs=prompt, generate={"max_new_tokens": 3, "num_beams": 2})
-    assert notes(model)["torch.compile"] == "transformers compiles no beam search" and not compiled
+    assert notes(model)["torch.compile"] == "transformers does not compile beam search" and not compiled
     auto(clock, model, inputs=prompt, generate={"max_new_tokens": 3})
     row = next(choice for choice in fuseopt.report(model).measured.choices if choice.name == "torch.compile")
     assert row.seconds == 1.0 and compiled and compiled[0].mode == "default"

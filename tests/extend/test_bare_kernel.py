@@ -78,6 +78,7 @@ def run(driver):
         place = which
         return scaled.calls.run(scaled._kernels["cuda"], (a, times, scale, unused))
 
+    run.kernel = scaled._kernels["cuda"]
     return run
 
 
@@ -111,4 +112,8 @@ def test_what_a_bare_kernel_does_not_take(run, driver):
         run(torch.randn(4), 1, 0.0, torch.randn(4, device="meta"))
     with pytest.raises(OpError, match="its grid must be a positive int"):
         run(torch.randn(4), 1, 0.0, which=2)
+    huge = torch.zeros(()).expand(2**31)
+    for kernel in (run, lambda a, *given: run.kernel.function(a, *given, None)):
+        with pytest.raises(OverflowError, match="size of its first result as int, into which 2147483648 does not fit"):
+            kernel(huge, 1, 0.0)
     assert not driver.launches

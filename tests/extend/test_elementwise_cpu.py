@@ -74,6 +74,11 @@ def test_broadcast_shapes(shapes, reduce_grad):
     compare(made(reduce_grad=reduce_grad), [torch.randn(shape) for shape in shapes], 1.5)
 
 
+def test_sizes_that_do_not_broadcast_are_named():
+    with pytest.raises(RuntimeError, match=r"tensor 2 of the expression has size 5 in dimension -1, .* has 768"):
+        made()(torch.randn(8, 768), torch.randn(5), torch.randn(768), 1.5, backend="cpu")
+
+
 @pytest.mark.parametrize(
     "dtypes", [*itertools.combinations((torch.float32, torch.bfloat16, torch.float16, torch.float64), 2)]
 )

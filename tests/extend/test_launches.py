@@ -134,6 +134,22 @@ def test_calls_that_python_has_to_launch_are_not_implemented(driver):
     assert len(driver.launches) == 1
 
 
+def test_a_kernel_runs_for_the_results_that_have_elements(driver):
+    def fill(given):
+        floats_at(read(given, 0, POINTER), 2)[:] = (3.0, 4.0)
+
+    def prepare(x):
+        shapes = [((0,), x.dtype), ((len(x),), x.dtype)]
+        return PreparedLaunch(1, (1, 1, 1), (1, 1, 1), 0, shapes, [2], [])
+
+    driver.kernels.append(fill)
+    run = launches_by(loader.python_library(), prepare)
+    empty, filled = run(torch.ones(2))
+    assert empty.shape == (0,) and filled.tolist() == [3, 4]
+    run(torch.ones(0))
+    assert len(driver.launches) == 1
+
+
 def test_wrong_launches_are_errors(driver):
     good = PreparedLaunch(1, (1, 1, 1), (1, 1, 1), 0, [((1,), torch.float32)], [], [])
     for launch in (

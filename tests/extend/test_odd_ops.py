@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import fuseopt
+from fuseopt.build import loader
 from fuseopt.errors import OpError
 
 X = torch.linspace(-2, 2, 12).view(3, 4)
@@ -292,3 +293,59 @@ def test_a_copy_of_what_holds_an_op_computes_the_same_after_the_name_is_register
     assert copy.deepcopy(module).held(X).equal(X + 1)
     fuseopt.unregister("mine::held")
     assert copy.deepcopy(module).held(X).equal(X + 1) and copy.copy(held) is held
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_a_kernel_and_a_formula_get_the_values_of_lazy_tensors(library, monkeypatch):
+    """The memory of `z.conj().imag` holds the values before the change of sign."""
+    seen = []
+
+    @fuseopt.op("mine::lazy_twice")
+    def twice(x: Tensor) -> Tensor:
+        return x * 2
+
+    @twice.kernel("cpu")
+    def kernel(x):
+        seen.append(x.is_neg())
+        return x * 2
+
+    @twice.backward("cpu")
+    def formula(inputs, output, grad):
+        seen.extend((inputs[0].is_neg(), grad.is_neg()))
+        return grad * 2
+
+    if not library:
+        monkeypatch.setattr(loader, "python_library", lambda: None)
+    negative = torch.complex(torch.ones(3), torch.arange(3.0)).conj().imag
+    assert negative.is_neg()
+    for _ in range(2):
+        assert twice(negative).tolist() == [0, -2, -4]
+        x = torch.ones(3, requires_grad=True)
+        twice(x).backward(torch._neg_view(torch.ones(3)))
+        assert x.grad.tolist() == [-2, -2, -2]
+        y = torch.ones(3, requires_grad=True)
+        twice(torch._neg_view(y)).sum().backward()
+        assert y.grad.tolist() == [-2, -2, -2]
+    assert len(seen) == 14 and not any(seen)
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_a_batch_of_gradients_is_that_of_the_function(library, monkeypatch):
+    """Its tensors have no memory, which a formula's kernel reads."""
+
+    @fuseopt.op("mine::squared")
+    def squared(x: Tensor) -> Tensor:
+        return x * x
+
+    squared.kernel("cpu")(lambda x: x * x)
+    squared.backward("cpu")(lambda inputs, output, grad: torch.from_numpy(2 * inputs[0].numpy() * grad.numpy()))
+    if not library:
+        monkeypatch.setattr(loader, "python_library", lambda: None)
+    for _ in range(2):
+        x = X.clone().requires_grad_()
+        grads = torch.randn(5, *X.shape)
+        (found,) = torch.autograd.grad(squared(x), (x,), grads, is_grads_batched=True)
+        torch.testing.assert_close(found, 2 * X * grads)
+        assert torch.equal(gradient(squared), 2 * X)
+        jacobian = torch.autograd.functional.jacobian(squared, X, vectorize=True)
+        torch.testing.assert_close(jacobian.reshape(12, 12), torch.diag(2 * X.flatten()))

@@ -208,7 +208,7 @@ class Newer(fuseopt.FusedModule):
 
 def test_the_newest_of_a_class_is_asked_first_and_unregister_takes_it_back(put_in):
     put_in(Fused)
-    with pytest.warns(UserWarning, match="Newer is asked before Fused, for .*Stock; fuseopt.unregister"):
+    with pytest.warns(UserWarning, match="Newer is tried before Fused for .*Stock; fuseopt.unregister"):
         fuseopt.replaces(Stock)(Newer)
     model = nn.Sequential(Stock())
     with fuseopt.fused(model):

@@ -323,7 +323,7 @@ def test_other_versions_of_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     fuseopt.restore(model)
     del weights[3].zero_point
     monkeypatch.setattr(layouts.Int8Tensor, "dequantize", lambda weight: weight.qdata * weight.scale)
-    reason = "is quantised, and laid out otherwise than is known here ('Int8Tensor' object has no attribute"
+    reason = "is quantised in a layout that fuseopt cannot read ('Int8Tensor' object has no attribute"
     assert reason in first_reason(model)
     assert_same(generate(fused(model), inputs, **GREEDY), wanted)
     assert calls_of(model)[-1].tier.value == "T2" and reason in calls_of(model)[-1].reason
@@ -345,7 +345,7 @@ def test_weights_of_a_model_that_came_quantised() -> None:
     model, _ = checkpoint(llama(), "torchao int8")
     config = {"generation": {"weights": "int8"}}
     assert "weights in int8: 1 of 15 linear layers" in first_reason(model, config)
-    assert "14 such as model.layers.0.self_attn.q_proj not: it is pre-quantised (torchao int8)" in first_reason(
+    assert "14, such as model.layers.0.self_attn.q_proj, unchanged: it is pre-quantised (torchao int8)" in first_reason(
         model, config
     )
     ours = fuseopt.initialize(model, config)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fuseopt
-from fuseopt import ops
+from fuseopt import ops, verify_low_bit
 from fuseopt.generation.engine import layers as engine_layers
 from fuseopt.generation.engine import low_bit
 from fuseopt.generation.engine.layers import Linear, linear_of
@@ -109,6 +109,20 @@ def test_verify_compares_steps_on_a_prompt_within_the_limit(family: str, rows: i
         assert not fuseopt.verify(model, config, inputs, generate={"max_new_tokens": 5}).low_bit.drift.same_top > 0.9
 
 
+@pytest.mark.parametrize("lengths", [{"max_new_tokens": 5}, {"max_length": 45}])
+def test_verify_compares_parts_of_padded_prompts(lengths: dict[str, int]) -> None:
+    """On the right, where the last 8 tokens of one prompt are padding; and with a length that counts the prompt."""
+    model = SWEPT["llama"](max_position_embeddings=128).bfloat16()
+    inputs = prompt(model, 2, 40, seed=3, padded=False)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][1, 20:] = 0
+    with mock.patch.object(verify_low_bit, "greedy", wraps=verify_low_bit.greedy) as runs:
+        found = fuseopt.verify(model, {"generation": {"weights": "int8"}}, inputs, generate=lengths)
+    assert found.low_bit is not None and found.low_bit.steps.ok, found
+    assert all(call.args[1]["attention_mask"].any(1).all() for call in runs.call_args_list)
+    assert found.low_bit.shortened.startswith("the last 8 of 40 tokens") and found.low_bit.drift.tokens == 2 * 5
+
+
 def test_a_weight_that_is_written_to_is_packed_again() -> None:
     model = SWEPT["gpt2"]().half()
     inputs = prompt(model, 1, 5, seed=3, padded=False)
@@ -139,7 +153,7 @@ def test_layers_that_gain_nothing_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         model.generate(**prompt(model, 1, 5, seed=3, padded=False), max_new_tokens=2)
         choices[bits, keep] = {module.path for module in model.generate.checked.low_bit.modules()}
         reasons = " ".join(model.generate.report_lines())
-        is_kept = "2 such as transformer.h.0.attn.c_attn not: one kernel computes it" in reasons
+        is_kept = "transformer.h.0.attn.c_attn, unchanged: one kernel computes it" in reasons
         assert is_kept == ((bits, keep) == (4, "device"))
     assert len(choices[8, "device"]) == len(choices[4, "cpu"]) == 9
     queries = {f"transformer.h.{i}.attn.c_attn" for i in (0, 1)}

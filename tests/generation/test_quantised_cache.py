@@ -84,7 +84,7 @@ def test_tokens_are_those_of_a_cache_that_rounds(family: str, name: str, kind: s
         assert torch.equal(fused.generate(**inputs, **options), wanted)
     call = fused.generate.calls[-1]
     assert call.tier is (Tier.FAST_FORWARD if name == "T1" else Tier.DEVICE_LOOP)
-    assert str(CACHE_DTYPES[kind]).removeprefix("torch.") in call.cache
+    assert call.cache.endswith(f"MiB of keys and values in {kind}")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,7 +134,7 @@ def test_the_cache_takes_the_bytes_that_the_shape_says(kind: str) -> None:
     assert shape.bytes_per_slot == elements * (shape.head_dim + 4)
     state = fused.generate.checked.step.new_state(Sizes(2, 128))
     assert state.cache.nbytes + state.scales.nbytes == 2 * 128 * shape.bytes_per_slot
-    assert str(CACHE_DTYPES[kind]).removeprefix("torch.") in state.cache_size
+    assert state.cache_size.endswith(f"MiB of keys and values in {kind}")
 
 
 def test_small_caches_on_a_gpu_keep_the_models_dtype() -> None:

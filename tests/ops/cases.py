@@ -102,6 +102,7 @@ OF_THEIR_OWN_SIZES = (
     "filter_scores",
     "layer_norm_of_sum_bwd",
     "low_bit_linear",
+    "prefix_attention",
     "relative_attention",
     "rotary_embedding",
     "short_attention",
@@ -116,14 +117,16 @@ SLOW_TO_INTERPRET = ("relative_attention", "cross_entropy", "dropout_add_rms_nor
 # Products of float32 as three of TF32 keep 22 bits of 24.
 OF_TF32_PRODUCTS = ("relative_attention",)
 
+SANITIZED = bool(os.environ.get("SANITIZED"))  # runs under compute-sanitizer
+
 
 def examples(count: int) -> int:
     """How many Hypothesis is to draw; fewer under compute-sanitizer, where each takes a hundred times as long."""
-    return max(count // 10, 6) if os.environ.get("SANITIZED") else count
+    return max(count // 10, 6) if SANITIZED else count
 
 
 def launched_kernels(call: Callable[[], object]) -> list[str]:
-    """Names of fuseopt's kernels that `call` launches on the GPU."""
+    """Names of fuseopt's kernels that `call` launches on the GPU; none if SANITIZED, where there is no profiler."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()

@@ -16,6 +16,7 @@ from fuseopt.errors import BackendError
 from fuseopt.ops import registry
 from fuseopt.ops.decode.head_rotation import HeadRotation
 from fuseopt.ops.decode.low_rank import exchange_size
+from fuseopt.ops.dequantize_packed import dequantize_packed
 from tests.ops.cases import results, tensors
 
 CALLS_OF_AN_OP = 3
@@ -157,6 +158,8 @@ def further_calls(target: Target, calls: dict[OpOverload, list[Call]]) -> Iterat
         exchange = torch.zeros(exchange_size(low_rank[2]), dtype=torch.int64, device=device)
         exchange[0] = 1  # a ticket
         yield lambda: ops.decode_linear_low_rank(*low_rank, exchange=exchange, backend="cuda")
+        packed = ops.pack_for_cuda(ops.quantize(torch.randn(40, 64, device=device), bits=4, group=32), torch.bfloat16)
+        yield lambda: dequantize_packed(packed)
         yield lambda: raw.takes_short_attention(torch.randn(1, 2, 3, 8, device=device, dtype=torch.float64))
         left, right, shift = (torch.randn(s, device=device).bfloat16() for s in ((16, 32), (32, 24), (24,)))
         yield lambda: raw.tuned_matmul_gelu(left, right, shift, False)

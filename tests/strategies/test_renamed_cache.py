@@ -9,6 +9,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM
 
 import fuseopt
+from fuseopt.model_index import Site
 from tests import tiny
 
 GENERATION = {"generation": {"enable": True}}
@@ -55,3 +56,14 @@ def test_other_modules_of_such_a_model_are_replaced(monkeypatch):
 def test_a_cache_of_another_kind_in_a_supported_release_is_no_reason(monkeypatch):
     rename_cache(monkeypatch, LlamaForCausalLM)
     assert fuseopt.plan(tiny.decoder("llama"), GENERATION).replacements
+
+
+def test_a_replaced_child_counts_even_if_it_is_false(monkeypatch):
+    """As an empty ModuleList is."""
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.24.0")
+    rename_cache(monkeypatch, LlamaForCausalLM)
+    model = tiny.decoder("llama")
+    model.heads = nn.ModuleList()
+    assert Site(model, "lm_head", "lm_head").renamed_cache_reason is None
+    assert Site(model, "heads", "heads").renamed_cache_reason is None
+    assert Site(model, "generate", "generate").renamed_cache_reason

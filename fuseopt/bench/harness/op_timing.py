@@ -80,11 +80,11 @@ def _time_op(case: OpCase, device: torch.device, compile: bool) -> list[Record]:
         # Contenders that are not fuseopt's appear in the speed-up already.
         fastest = _fastest([name for name in timings if name not in (*others, COPY)], timings)
         gain = timings[fastest].speed_up_over(timings[auto])
-        behind = [f"{fastest} is {gain.median:.3f}x as fast"] if gain.low > 1 else []
+        faster = [f"{fastest} is {gain.median:.3f}x as fast"] if gain.low > 1 else []
         if auto in over_torch and over_torch[auto].high < 1:
-            behind.append(f"torch keeps the host for {over_torch[auto].median:.3f} of the time")
-        if behind:
-            notes[auto] = "; ".join(behind)
+            faster.append(f"torch keeps the host for {over_torch[auto].median:.3f} of the time")
+        if faster:
+            notes[auto] = "; ".join(faster)
     if device.type == "cuda" and stay_in_cache(moved, device):
         notes[COPY] = "all in the L2 cache"
     return [

@@ -175,7 +175,7 @@ class Results:
 
     def of_auto(self) -> Results:
         """The rows that `backend: auto` takes, one per case of an op's benchmark, with a note on what is faster."""
-        rows = tuple(replace(row, note=_behind(row, self.rows) or None) for row in self.rows if row.auto)
+        rows = tuple(replace(row, note=_faster_than_auto(row, self.rows) or None) for row in self.rows if row.auto)
         return replace(self, rows=rows)
 
     def for_terminal(self) -> str:
@@ -188,8 +188,8 @@ class Results:
         Args:
             width: most columns of text; long paths are cut in the middle to fit. None sets no limit.
         """
-        behind = "".join(f"\n- {line}" for line in self.slower_auto)
-        listed = f"\n\nWhere what `backend: auto` takes is behind:\n{behind}" if behind else ""
+        cases = "".join(f"\n- {line}" for line in self.slower_auto)
+        listed = f"\n\nCases where `backend: auto` is not the fastest:\n{cases}" if cases else ""
         return f"{self.origin}\n\n{_aligned(_with_short_paths(self.columns(), width))}{listed}"
 
     @property
@@ -216,8 +216,8 @@ class Results:
     @property
     def slower_auto(self) -> list[str]:
         """A line for each row that `backend: auto` takes although something else is faster."""
-        said = ((row, _behind(row, self.rows)) for row in self.rows if row.auto)
-        return [f"{row.case}: {row.variant}; {behind}" for row, behind in said if "x as fast" in behind]
+        said = ((row, _faster_than_auto(row, self.rows)) for row in self.rows if row.auto)
+        return [f"{row.case}: {row.variant}; {faster}" for row, faster in said if "x as fast" in faster]
 
     def __str__(self) -> str:
         return self.to_markdown()
@@ -323,7 +323,7 @@ def _bandwidth(rows: Sequence[Record], on_gpu: bool) -> dict[str, list[str]]:
     return {unit: [_number(None if rate is None else rate / size) for rate in rates]}
 
 
-def _behind(row: Record, rows: Sequence[Record]) -> str:
+def _faster_than_auto(row: Record, rows: Sequence[Record]) -> str:
     """A note on what is faster than this row in at least 3 of 4 rounds, by however little."""
     note = row.note or ""
     others = {

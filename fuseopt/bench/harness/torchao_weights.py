@@ -43,7 +43,7 @@ def quantised(model: nn.Module, bits: int) -> nn.Module | str:
             config = library.Int4WeightOnlyConfig(group_size=GROUP, set_inductor_config=False, **packing)
         library.quantize_(twin, config, filter_fn=taken)
     except (AssertionError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return f"torchao cannot quantise the model: {str(error or type(error).__name__).splitlines()[0]}"
+        return f"torchao cannot quantise the model: {(str(error) or type(error).__name__).splitlines()[0]}"
     return twin
 
 

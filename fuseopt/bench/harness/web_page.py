@@ -55,12 +55,12 @@ def page(shown: Sequence[Results]) -> str:
 
 def _section(results: Results) -> str:
     drawn = bars(results)
-    behind = "".join(f"<li>{html.escape(line)}</li>" for line in results.slower_auto)
+    cases = "".join(f"<li>{html.escape(line)}</li>" for line in results.slower_auto)
     return (
         f"<h2>{html.escape(results.benchmark)}</h2>\n<p>{html.escape(results.origin)}</p>\n"
         + ("" if drawn is None else _chart(drawn))
         + _table(results)
-        + (f"\n<p>Where what <code>backend: auto</code> takes is behind:</p>\n<ul>{behind}</ul>" if behind else "")
+        + (f"\n<p>Cases where <code>backend: auto</code> is not the fastest:</p>\n<ul>{cases}</ul>" if cases else "")
     )
 
 

@@ -183,6 +183,10 @@ def compiled(work: Work) -> Work:
     return compiled_work
 
 
+# Seconds between alarms: Python ignores what one raises in a destructor or in the callback of a weak reference.
+_NEXT_ALARM = 5.0
+
+
 class _TimeIsUp(BaseException):
     """Raised by an alarm. Inductor's tuner ignores any Exception of a candidate, so this is none."""
 
@@ -198,7 +202,7 @@ def limited(work: Work, seconds: float) -> Work:
 
     def limited_work(model: nn.Module) -> Tensor:
         before = signal.signal(signal.SIGALRM, stop)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_REAL, seconds, _NEXT_ALARM)
         try:
             return work(model)
         except _TimeIsUp:

@@ -39,8 +39,9 @@ class Space {
       const auto sizes = tensor->sizes();
       for (int64_t d = 0; d < tensor->dim(); ++d) {
         int64_t& size = shape[dim - tensor->dim() + d];
-        FUSEOPT_CHECK(size == 1 || sizes[d] == 1 || size == sizes[d], "fuseopt: sizes ", size, " and ", sizes[d],
-                      " do not broadcast");
+        FUSEOPT_CHECK(size == 1 || sizes[d] == 1 || size == sizes[d], "fuseopt: tensor ", operands.size(),
+                      " of the expression has size ", sizes[d], " in dimension ", d - tensor->dim(),
+                      ", an earlier tensor has ", size, "; sizes must be equal or 1");
         if (size == 1) size = sizes[d];
       }
     }

@@ -21,6 +21,7 @@
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/utils/object_ptr.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <string_view>
@@ -283,7 +284,7 @@ class LaunchCall {
       values_.push_back(reinterpret_cast<uint64_t>(results.back().mutable_data_ptr()));
       if (values_.back() % kAlignment != 0) return not_implemented();
     }
-    if (results[0].numel() != 0) {
+    if (std::any_of(results.begin(), results.end(), [](const at::Tensor& result) { return result.numel() != 0; })) {
       const c10::DeviceGuard guard(device);
       Sizes grid = prepared_->grid;
       if ((prepared_->grid_of != nullptr && !read_grid(grid)) || !launch(grid, device.index())) return nullptr;

@@ -44,13 +44,22 @@ bool is_observed() {
          (at::isRecordFunctionEnabled() && at::hasCallbacks());
 }
 
-// Returns false if torch has to see the call: for a subclass, another device, or a tangent of forward-mode AD.
+// Whether a tensor's memory does not hold its values: they are to be negated or conjugated, or all are 0.
+bool is_lazy(const at::Tensor& tensor) {
+  using c10::DispatchKey;
+  constexpr c10::DispatchKeySet lazy({DispatchKey::Negative, DispatchKey::Conjugate, DispatchKey::ZeroTensor});
+  return tensor.key_set().has_any(lazy);
+}
+
+// Returns false if torch has to see the call: for a subclass, another device, a lazy tensor, or a tangent of forward-mode
+// AD.
 bool look(Arguments arguments, Seen& seen) {
   for (Py_ssize_t i = 0; i < arguments.count; ++i) {
     PyObject* const item = arguments.items[i];
     if (THPVariable_CheckExact(item)) {
       const at::Tensor& tensor = THPVariable_Unpack(item);
-      if (!(tensor.is_cpu() || tensor.is_cuda()) || tensor._fw_grad(/*level=*/0).defined()) return false;
+      if (!(tensor.is_cpu() || tensor.is_cuda()) || is_lazy(tensor)) return false;
+      if (tensor._fw_grad(/*level=*/0).defined()) return false;
       if (seen.first == nullptr) seen.first = &tensor;
       seen.requires_grad |= tensor.requires_grad();
     } else if (PyList_Check(item) || PyTuple_Check(item)) {
@@ -122,7 +131,8 @@ void look_up(PyObject* kernel, Arguments arguments, MaybeLaunch& launch_call) {
 // 1 if the kernel takes the arguments, 0 if not, -1 with an exception.
 int takes(PyObject* kernel, Arguments arguments, const MaybeLaunch& launch_call) {
   PyObject* const supports = PyTuple_GET_ITEM(kernel, kSupports);
-  if (supports == Py_None || (launch_call && launch_call->is_prepared() && launch_call->launches().supports == supports)) return 1;
+  if (supports == Py_None) return 1;
+  if (launch_call && launch_call->is_prepared() && launch_call->launches().supports == supports) return 1;
   PyObject* answer = PyObject_Vectorcall(supports, arguments.items, static_cast<size_t>(arguments.count), nullptr);
   int result = -1;
   if (answer != nullptr) result = answer == Py_None || (!PyUnicode_Check(answer) && PyObject_IsTrue(answer));

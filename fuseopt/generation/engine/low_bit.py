@@ -46,7 +46,7 @@ class LowBitChoice(NamedTuple):
             by_reason.setdefault(reason, []).append(name)
         total = len(self.names) + len(self.kept)
         kept = (
-            f"{names[0] if len(names) == 1 else f'{len(names)} such as {names[0]}'} not: {reason}"
+            f"{names[0] if len(names) == 1 else f'{len(names)}, such as {names[0]},'} unchanged: {reason}"
             for reason, names in sorted(by_reason.items(), key=lambda item: -len(item[1]))
         )
         return "; ".join((f"{len(self.names)} of {total} linear layers", *kept))
@@ -81,7 +81,7 @@ def low_bit_choice(
         else:
             kept.update(dict.fromkeys(found, reason))
     for layer in of_prompts:
-        kept.update((paths.get(id(module), "?"), "it runs once a prompt") for module in layer.sources)
+        kept.update((paths.get(id(module), "?"), "it runs only once per prompt") for module in layer.sources)
     return LowBitChoice(chosen, names, kept)
 
 

@@ -13,6 +13,7 @@ from fuseopt.ops.decode.quantized_heads import EIGHT_BIT_ATTENTION, LARGEST, deq
 
 CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """Names in a config -> dtypes of caches."""
+CACHE_NAMES = {dtype: name for name, dtype in CACHE_DTYPES.items()}
 assert set(CACHE_DTYPES.values()) == LARGEST.keys()
 
 

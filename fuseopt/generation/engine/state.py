@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fuseopt.generation.engine.beam_state import BeamState
 from fuseopt.generation.engine.device_constants import TrackedCopy
-from fuseopt.generation.engine.quantised_cache import LayerCache, QuantisedCache
+from fuseopt.generation.engine.quantised_cache import CACHE_NAMES, LayerCache, QuantisedCache
 from fuseopt.ops.decode.linear import FEW_ROWS
 from fuseopt.ops.decode.quantized_heads import EIGHT_BIT_ATTENTION
 from fuseopt.runtime.huge_pages import with_huge_pages
@@ -224,7 +224,7 @@ class DecodeState:
         """For the report."""
         caches = self.cache, self.cross_cache, self.scales, self.cross_scales
         mebibytes = sum(cache.nbytes for cache in caches if cache is not None) / 2**20
-        kind = "" if self.scales is None else f" in {str(self.cache.dtype).removeprefix('torch.')}"
+        kind = "" if self.scales is None else f" in {CACHE_NAMES[self.cache.dtype]}"
         return f"{self.sizes}, {mebibytes:.1f} MiB of keys and values{kind}"
 
     @property

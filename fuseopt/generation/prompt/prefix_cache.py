@@ -212,9 +212,10 @@ class PrefixCache:
         """The size of the cache and the prompt tokens reused so far; nothing before the first prompt."""
         if self.shape is not None:
             held = len(self) * BLOCK * self.shape.bytes_per_slot / _MIB
+            reused = f"{self._hits} of {self._calls} calls reused {self._saved} prompt tokens"
             yield (
                 f"prefix cache: {held:.1f} of {self.mebibytes} MiB in {len(self)} blocks of {BLOCK} tokens; "
-                f"{self._hits} of {self._calls} calls reused {self._saved} prompt tokens"
+                f"{reused if self._calls else 'no call could use it'}"
             )
 
     @property

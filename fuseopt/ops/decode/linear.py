@@ -105,7 +105,7 @@ def output_dtype(dtype: torch.dtype, residual: Tensor | None) -> torch.dtype:
 
 
 def _fake(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *options: Any) -> Tensor:
-    return new_output(input, list(map(len, weights)), weights[0].dtype, LayerOptions(*options))
+    return new_output(input, [weight.shape[0] for weight in weights], weights[0].dtype, LayerOptions(*options))
 
 
 RAW = define(f"decode_linear(Tensor input, Tensor[] weights, Tensor[] biases, {LAYER_SCHEMA}) -> Tensor", _fake)

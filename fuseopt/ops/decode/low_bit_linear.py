@@ -37,7 +37,7 @@ def _fake(
     biases: Sequence[Tensor],
     *options: Any,
 ) -> Tensor:
-    return new_output(input, list(map(len, values)), input.dtype, LayerOptions(*options))
+    return new_output(input, [value.shape[0] for value in values], input.dtype, LayerOptions(*options))
 
 
 RAW = define(

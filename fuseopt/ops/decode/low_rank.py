@@ -49,7 +49,7 @@ def _fake(
     exchange: Tensor | None,
     *options: Any,
 ) -> Tensor:
-    return new_output(input, list(map(len, weights)), weights[0].dtype, LayerOptions(*options))
+    return new_output(input, [weight.shape[0] for weight in weights], weights[0].dtype, LayerOptions(*options))
 
 
 _LAYER = f"(Tensor input, Tensor[] weights, Tensor[] biases, Tensor a, Tensor[] b, Tensor? exchange, {LAYER_SCHEMA})"

@@ -82,18 +82,19 @@ def _reference(
     return attended.to(query.dtype).flatten(1, 2).transpose(1, 2).flatten(2)
 
 
-def _refusal(*caches: Tensor) -> str:
+def _refusal(head_dim: int) -> str:
     """Why the CUDA kernel, which must exist, does not take such tensors; empty if it does."""
     if is_dynamo_compiling():
         return "has to know where tensors lie, which nobody does while they are traced"
-    head_dim = caches[0].shape[-1]
     if head_dim % _HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:
         return f"takes a head_dim that is a multiple of {_HEAD_DIM_MULTIPLE}, {MAX_HEAD_DIM} at most, not {head_dim}"
-    for cache in caches:
-        bytes_apart = (stride * cache.itemsize for stride in cache.stride()[:-1])
-        if cache.stride(-1) != 1 or any(place % _ALIGNMENT for place in (cache.data_ptr(), *bytes_apart)):
-            return f"takes vectors that are aligned to {_ALIGNMENT} bytes"
     return ""
+
+
+def _is_aligned(cache: Tensor) -> bool:
+    """True if the CUDA kernel can read the cache where it is."""
+    bytes_apart = (stride * cache.itemsize for stride in cache.stride()[:-1])
+    return cache.stride(-1) == 1 and not any(place % _ALIGNMENT for place in (cache.data_ptr(), *bytes_apart))
 
 
 def is_fast(length: int, key_cache: Tensor, value_cache: Tensor) -> bool:
@@ -106,7 +107,7 @@ def is_fast(length: int, key_cache: Tensor, value_cache: Tensor) -> bool:
     if length > tuned("prefix_attention_max_length", key_cache.device):
         return False
     chosen = registry.pick_without_gradient("prefix_attention", "auto", (key_cache.dtype,), key_cache, value_cache)
-    return chosen == "cuda" and not _refusal(key_cache, value_cache)
+    return chosen == "cuda" and not _refusal(key_cache.shape[-1]) and all(map(_is_aligned, (key_cache, value_cache)))
 
 
 def prefix_attention_reference(
@@ -136,10 +137,11 @@ def prefix_attention(
     Args:
         query: [rows, length, heads, head_dim], any strides, float32, float16, bfloat16 or float64. The CUDA kernel
             takes float16 and bfloat16, and a head_dim that is a multiple of 8, 256 at most.
-        key_cache, value_cache: [rows, kv_heads, capacity, head_dim], `query`'s dtype, any strides, which the CUDA
-            kernel needs to be multiples of 16 bytes. Neighbouring heads of queries share a head of keys.
+        key_cache, value_cache: [rows, kv_heads, capacity, head_dim], `query`'s dtype, any strides. The CUDA
+            kernel works on copies if strides are no multiples of 16 bytes. Neighbouring heads of queries share a head
+            of keys.
         scale: multiplies the scores.
-        start: [1] int64, the slot of the first token, at most capacity - length (not checked on a GPU); None for 0.
+        start: [1] int64, the slot of the first token, from 0 to capacity - length (not checked); None for 0.
         filled: [1] int64: keys and values from this slot on count as zeros, as they belong to padding; None without
             padding.
         window: a token attends to its own slot and the `window` - 1 slots before it; 0: to all.
@@ -159,9 +161,13 @@ def prefix_attention(
     tensors = query, key_cache, value_cache
     chosen = registry.pick_without_gradient("prefix_attention", backend, (query.dtype,), *tensors, start, filled)
     if chosen != "reference":
-        refusal = _refusal(key_cache, value_cache)
+        refusal = _refusal(query.shape[-1])
         if not refusal:
-            return RAW[chosen](*tensors, start, filled, scale, window, pdl)
+            caches = key_cache, value_cache
+            if not all(map(_is_aligned, caches)):
+                caches = tuple(cache.clone(memory_format=torch.contiguous_format) for cache in caches)
+                pdl = False  # the kernel would read the copies before they are written
+            return RAW[chosen](query, *caches, start, filled, scale, window, pdl)
         if backend != "auto":
             raise BackendError(f"prefix_attention: {backend!r} {refusal}")
     return _reference(*tensors, start, filled, scale, window)

@@ -177,7 +177,7 @@ def test_where_auto_is_not_the_fastest_it_is_said_again_at_the_end(results):
     _, table, title, listed = replace(results, rows=rows).to_markdown().split("\n\n")
     assert "1e-3; torch is 1.20x as fast" in table
     assert [row.case for row in replace(results, rows=rows).of_auto().rows] == ["gelu", "softmax"]
-    assert title == "Where what `backend: auto` takes is behind:"
+    assert title == "Cases where `backend: auto` is not the fastest:"
     assert listed == "- gelu: cuda; torch is 1.20x as fast"
 
 

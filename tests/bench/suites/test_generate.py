@@ -154,6 +154,18 @@ def test_a_tuner_that_ignores_exceptions_is_stopped_too():
         workloads.limited(tune, 0.1)(None)
 
 
+def test_a_second_alarm_stops_what_lost_the_first(monkeypatch):
+    monkeypatch.setattr(workloads, "_NEXT_ALARM", 0.1)
+
+    def compile_and_tune(model):
+        with contextlib.suppress(BaseException):  # as in a destructor
+            time.sleep(9)
+        time.sleep(9)
+
+    with pytest.raises(CompileError, match="not finished in"):
+        workloads.limited(compile_and_tune, 0.1)(None)
+
+
 def test_every_sampled_default_row_has_a_greedy_one():
     greedy = {(row.model, row.batch, row.prompt, row.new, row.dtype) for row in generate.GPU_ROWS if not row.sampling}
     sampled = [row for row in generate.GPU_ROWS if row.sampling]

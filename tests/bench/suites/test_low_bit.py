@@ -89,6 +89,15 @@ def test_a_model_without_layers_for_torchao_is_said(torchao):
     assert isinstance(torchao_weights.quantised(model, 8), nn.Module) and list(torchao) == ["lm_head"]
 
 
+def test_an_error_of_torchao_without_a_message_is_said_by_its_class(torchao, monkeypatch):
+    def fail(*given, **named):
+        raise AssertionError
+
+    monkeypatch.setattr(sys.modules["torchao.quantization"], "quantize_", fail)
+    model = Row("gpt2-tiny", 1).random_model(CPU, torch.float32)
+    assert torchao_weights.quantised(model, 8) == "torchao cannot quantise the model: AssertionError"
+
+
 def test_a_checkpoint_predicts_texts(monkeypatch):
     monkeypatch.setattr(torchao_weights.importlib.util, "find_spec", lambda name: None)
     folder = default_checkpoints() / "llama-kjv"

@@ -612,3 +612,4 @@ def test_a_cache_in_8_bits_is_not_shared(ran):
         generate(model, inputs, max_new_tokens=2)
         assert f"the prefix cache was not used: {reason}" in last_note(model)
     assert ran == [(0, 49)] * 2
+    assert "calls reused" not in str(fuseopt.report(model))

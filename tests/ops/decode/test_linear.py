@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from transformers import GPT2Config, T5Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.t5.modeling_t5 import T5LayerFF, T5LayerNorm
@@ -850,3 +852,20 @@ def test_a_chain_in_a_graph_waits_for_each_predecessor(rows: int, width: int, co
         x.normal_()
         graph.replay()
         assert torch.equal(output, chain(False))
+
+
+def test_a_fake_keeps_symbolic_sizes():
+    """A size that torch.compile leaves open would become a constant by `len`."""
+    shapes = ShapeEnv()
+    symbol = shapes.create_symbol(24, source=ConstantSource("outputs"), dynamic_dim=DimDynamic.DYNAMIC)
+    outputs = shapes.create_symintnode(symbol, hint=24)
+    with FakeTensorMode(shape_env=shapes):
+        layer = (torch.empty(3, 16), [torch.empty(outputs, 16)], [])
+        ending = (None, "", None, None, 0.0, "", False, False, [])
+        plain = torch.ops.fuseopt.decode_linear(*layer, *ending)
+        factors = (torch.empty(4, 16), [torch.empty(outputs, 4)], None)
+        low_rank = torch.ops.fuseopt.decode_linear_low_rank(*layer, *factors, *ending)
+        values = [torch.empty(outputs, 16, dtype=torch.int8)]
+        low_bit = torch.ops.fuseopt.decode_low_bit_linear(torch.empty(3, 16), values, [], [], [], *ending)
+    for output in (plain, low_rank, low_bit):
+        assert isinstance(output.shape[1], torch.SymInt) and output.shape[1].node.expr == symbol

@@ -12,7 +12,7 @@ from fuseopt.ops.decode.packed_linear import decode_packed_linear_reference
 from fuseopt.ops.dequantize_packed import dequantize_packed
 from fuseopt.ops.low_bit import MAX_ROWS, LowBitWeight, dequantize
 from fuseopt.ops.packed_weight import DTYPES, PackedWeight, unpacked
-from tests.ops.cases import error, examples, launched_kernels, to_float64
+from tests.ops.cases import SANITIZED, error, examples, launched_kernels, to_float64
 
 pytestmark = pytest.mark.gpu
 
@@ -106,7 +106,7 @@ def test_kernels_that_run(bits: int, group: int, outputs: int, inputs: int, rows
     x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
     for options in ({"norm": "rms_norm", "norm_weight": x[0]}, {}):
         names = launched_kernels(lambda o=options: decode_packed_linear(x, weight, **o, pdl=True, backend="cuda"))
-        assert names and all("decode_packed_" in name or "skinny_mma" in name for name in names)
+        assert (names or SANITIZED) and all("decode_packed_" in name or "skinny_mma" in name for name in names)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
