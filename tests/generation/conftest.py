@@ -45,10 +45,11 @@ def as_on_gpu(monkeypatch, pretend_kernels):
 @pytest.fixture
 def packs(each_device, request, monkeypatch):
     """The device. A CPU packs quantised weights too, and runs the reference in place of the CUDA kernels."""
-    from fuseopt.generation.engine import low_bit
+    from fuseopt.generation.engine import layers, low_bit
 
-    # Tiny layers gain nothing.
+    # Tiny layers and few rows of a Conv1D gain nothing.
     monkeypatch.setattr(low_bit, "no_gain_reason", lambda layer, bits, is_with_attention: None)
+    monkeypatch.setattr(layers, "SLOW_TRANSPOSED_ROWS", range(0))
     if each_device.type == "cpu":
         request.getfixturevalue("as_on_gpu")
         # The strategies import from the engine, so they come first: what is imported now must not be a patch.

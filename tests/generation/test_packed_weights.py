@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 import fuseopt
 from fuseopt import ops, verify_low_bit
+from fuseopt.generation.engine import layers as engine_layers
 from fuseopt.generation.engine import low_bit
 from fuseopt.generation.engine.layers import Linear, linear_of
 from fuseopt.generation.prompt.prefill import UNQUANTISED_PROMPT
-from fuseopt.ops.decode.packed_linear import most_fast_rows
+from fuseopt.ops.decode.packed_linear import SLOW_TRANSPOSED_ROWS, most_fast_rows
 from fuseopt.ops.packed_weight import PackedWeight
 from fuseopt.verify_low_bit import forced_logits
 from tests.generation.checkpoint_layouts import LAYOUTS, checkpoint
@@ -143,20 +144,33 @@ def test_a_weight_that_is_written_to_is_packed_again() -> None:
 
 def test_layers_that_gain_nothing_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(low_bit, "no_gain_reason", NO_GAIN_REASON)
-    monkeypatch.setattr(low_bit, "LEAST_TRANSPOSED", 32 * 128)
+    monkeypatch.setattr(low_bit, "LEAST_TRANSPOSED", 32)
+    monkeypatch.setattr(low_bit, "LEAST_WITH_ATTENTION", 32 * 96)
     choices = {}
-    for keep in ("device", "cpu"):
-        model = fused(SWEPT["gpt2"]().half(), {"bits": 4, "group": 32, "keep": keep})
+    for bits, keep in ((4, "device"), (8, "device"), (4, "cpu")):
+        group = {"group": 32} if bits == 4 else {}
+        model = fused(SWEPT["gpt2"]().half(), {"bits": bits, "keep": keep, **group})
         model.generate(**prompt(model, 1, 5, seed=3, padded=False), max_new_tokens=2)
-        choices[keep] = {module.path for module in model.generate.checked.low_bit.modules()}
+        choices[bits, keep] = {module.path for module in model.generate.checked.low_bit.modules()}
         reasons = " ".join(model.generate.report_lines())
-        assert ("transformer.h.0.attn.c_attn, unchanged: one kernel computes it" in reasons) == (keep == "device")
-        assert ("attn.c_proj, unchanged: its kernel in 16 bits is as fast" in reasons) == (keep == "device")
-    mlps = {f"transformer.h.{i}.mlp.{name}" for i in (0, 1) for name in ("c_fc", "c_proj")}
-    assert choices["device"] == {*mlps, "lm_head"} and len(choices["cpu"]) == 9
-    large = Linear((torch.ones(128, 64).T,))
-    assert NO_GAIN_REASON(large, 4, False) is None and "as fast" in NO_GAIN_REASON(large, 8, False)
+        is_kept = "transformer.h.0.attn.c_attn, unchanged: one kernel computes it" in reasons
+        assert is_kept == ((bits, keep) == (4, "device"))
+    assert len(choices[8, "device"]) == len(choices[4, "cpu"]) == 9
+    queries = {f"transformer.h.{i}.attn.c_attn" for i in (0, 1)}
+    assert choices[8, "device"] - choices[4, "device"] == queries
+    wide, narrow = Linear((torch.ones(128, 32).T,)), Linear((torch.ones(128, 31).T,))
+    assert NO_GAIN_REASON(wide, 8, False) is None and "as fast" in NO_GAIN_REASON(narrow, 4, False)
+    assert "attention" in NO_GAIN_REASON(Linear((torch.ones(32, 95).T,)), 8, True)
     assert NO_GAIN_REASON(linear_of(nn.Linear(8, 8)), 8, True) is None  # stored as [N, K]
+
+
+def test_two_to_eight_rows_read_unquantised_weights_of_a_conv1d(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_layers, "SLOW_TRANSPOSED_ROWS", SLOW_TRANSPOSED_ROWS)
+    model = fused(SWEPT["gpt2"]().half(), "int8")
+    model.generate(**prompt(model, 1, 5, seed=3, padded=False), max_new_tokens=2)
+    for layer in model.generate.checked.step.layers[0].linears:
+        assert [rows for rows in range(1, 11) if layer.at(rows).low_bit] == [1, 9, 10]
+    assert model.generate.checked.low_bit.most_rows == 1
 
 
 def test_a_layer_of_more_rows_than_its_kernel_is_fast_for_is_that_of_the_unquantised_model() -> None:

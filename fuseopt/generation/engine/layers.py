@@ -23,7 +23,7 @@ from fuseopt.modules.quantised_weight import QuantisedWeight
 from fuseopt.ops import registry
 from fuseopt.ops.decode.linear import ACTIVATIONS, FEW_ROWS, NORMS, is_fast
 from fuseopt.ops.decode.low_rank import updates
-from fuseopt.ops.decode.packed_linear import MOST_NORMALISED_ROWS, most_fast_rows
+from fuseopt.ops.decode.packed_linear import MOST_NORMALISED_ROWS, SLOW_TRANSPOSED_ROWS, most_fast_rows
 from fuseopt.ops.dequantize_packed import dequantize_packed
 from fuseopt.ops.low_bit import MAX_ROWS as MOST_LOW_BIT_ROWS
 from fuseopt.ops.low_bit import LowBitWeight, dequantize
@@ -113,10 +113,17 @@ class Linear:
             return most_fast_rows([low.shape[0] for low in self.low_bit], first.inputs)
         return MOST_LOW_BIT_ROWS
 
+    @functools.cached_property
+    def slow_low_bit_rows(self) -> range:
+        """Numbers of rows for which `weights` are as fast as `low_bit`, below `most_low_bit_rows`."""
+        return SLOW_TRANSPOSED_ROWS if self.weights[0].T.is_contiguous() else range(0)
+
     def at(self, rows: int) -> Linear:
         """The layer for products of `rows` rows: itself, or without `low_bit` where that is faster."""
-        reads_low_bit = not (self.low_bit and self.has_unquantised) or rows <= self.most_low_bit_rows
-        return self if reads_low_bit else self._unquantised
+        if not (self.low_bit and self.has_unquantised):
+            return self
+        is_slow = rows > self.most_low_bit_rows or rows in self.slow_low_bit_rows
+        return self._unquantised if is_slow else self
 
     @functools.cached_property
     def _unquantised(self) -> Linear:

@@ -16,7 +16,7 @@ from fuseopt.generation.engine.parked_weights import is_parked, park, parkable
 from fuseopt.modules.quantised import UnreadableWeight, described
 from fuseopt.ops import registry
 from fuseopt.ops.backends import assumed_gpu
-from fuseopt.ops.decode.packed_linear import LEAST_TRANSPOSED
+from fuseopt.ops.decode.packed_linear import LEAST_TRANSPOSED, LEAST_WITH_ATTENTION
 from fuseopt.ops.low_bit import LowBitWeight, dequantize, not_quantised_reason, quantize
 from fuseopt.ops.packed_weight import PackedWeight, not_packed_reason, pack_for_cuda, unpacked
 from fuseopt.runtime.announcements import announce, bar
@@ -106,9 +106,9 @@ def no_gain_reason(layer: Linear, bits: int, is_with_attention: bool) -> str | N
     weight = layer.weights[0]
     if not packs_on(_planned_device(layer)) or not weight.T.is_contiguous():
         return None
-    if is_with_attention:
+    if is_with_attention and (bits == 4 or weight.numel() < LEAST_WITH_ATTENTION):
         return "one kernel computes it and attention in 16 bits, which is faster"
-    return None if bits == 4 and weight.numel() >= LEAST_TRANSPOSED else "its kernel in 16 bits is as fast"
+    return None if min(weight.shape) >= LEAST_TRANSPOSED else "its kernel in 16 bits is as fast"
 
 
 def no_kernel_reason(layer: Linear) -> str | None:
@@ -279,7 +279,9 @@ class LowBitWeights:
     @property
     def most_rows(self) -> int | None:
         """The most rows with which no product reads unquantised weights; None if none ever does."""
-        return min((layer.most_low_bit_rows for layer in self._choice.layers if layer.has_unquantised), default=None)
+        layers = [layer for layer in self._choice.layers if layer.has_unquantised]
+        slow = (layer.slow_low_bit_rows.start - 1 for layer in layers if layer.slow_low_bit_rows)
+        return min((*slow, *(layer.most_low_bit_rows for layer in layers)), default=None)
 
     def modules(self) -> Iterator[QuantisedModule]:
         """The linear layers of the model that are quantised, without pre-quantised ones."""

@@ -37,11 +37,18 @@ MOST_NORMALISED_ROWS = 8
 
 CUDA = registry.NativeBackend("cuda", DTYPES, capability=(8, 0))
 
-# TUNED: us of 16 | 8 | 4 bits, 1 row, weights of GPT-2 XL, stored as [K, N], in a chain: 1600 x 1600
-# 1.95 | 2.09 | 2.00, 1600 x 6400 6.0 | 5.1 | 4.6.
-# A token of GPT-2 XL: 861 us; with up and down and the head in 8 bits 878, with down in 4 bits 835 (H200, e1ab12f3).
-LEAST_TRANSPOSED = 8_000_000
-"""Weights stored as [K, N] gain nothing in 8 bits, and with fewer values than this nothing in 4 bits."""
+# TUNED: us a token of 1 row in 16 | 8 | 4 bits, with query, key and value in 16 bits: GPT-2 medium 363 | 253 | 251,
+# large 480 | 475 | 438, XL 856 | 817 | 721. With query, key and value in 8 | 4 bits: 258 | 253, 478 | 465, 738 | 807
+# (H200, beead8e6). Smaller models were not measured.
+LEAST_TRANSPOSED = 1024
+"""Weights stored as [K, N] gain nothing if K or N is smaller than this."""
+LEAST_WITH_ATTENTION = 7_000_000
+"""With fewer values than this, or in 4 bits, a weight that one kernel computes with attention gains nothing."""
+
+# TUNED: us of a layer of GPT-2 XL in 16 | 8 | 4 bits, 8 rows: 28.0 | 28.5 | 26.4; 16 rows: 47.3 | 30.9 | 29.7
+# (docs/lab-notes/2026-11-30-low-bit-weights-with-many-rows.md). 2 to 7 rows were not measured.
+SLOW_TRANSPOSED_ROWS = range(2, 9)
+"""Products of so many rows gain nothing with weights stored as [K, N]."""
 
 
 def _fake(

@@ -76,26 +76,35 @@ def test_layers_of_any_size(bits: int, group: int, zeros: bool, dtype: torch.dty
     assert layer_error(make(rows, inputs), weights, **options) <= 16
 
 
+MODEL_LAYERS = [
+    (8, 0, 2048, 8192, 1),
+    (8, 0, 2048, 8192, 16),  # rows that do not fit together
+    (8, 0, 2048, 2048, 1),
+    (4, 128, 20_000, 512, 1),  # several strips a block
+    (4, 128, 20_000, 512, 8),
+    (4, 128, 4096, 14_336, 2),
+    (4, 64, 4800, 1600, 3),
+    (4, 32, 4800, 1600, 9),
+]
+of_models = pytest.mark.parametrize(("bits", "group", "outputs", "inputs", "rows"), MODEL_LAYERS)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("bits", "group", "outputs", "inputs", "rows"),
-    [
-        (8, 0, 2048, 8192, 1),
-        (8, 0, 2048, 8192, 16),  # rows that do not fit together
-        (8, 0, 2048, 2048, 1),
-        (4, 128, 20_000, 512, 1),  # several strips a block
-        (4, 128, 20_000, 512, 8),
-        (4, 128, 4096, 14_336, 2),
-        (4, 64, 4800, 1600, 3),
-        (4, 32, 4800, 1600, 9),
-    ],
-)
+@of_models
 def test_layers_of_models(bits: int, group: int, outputs: int, inputs: int, rows: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight = random_weight(outputs, inputs, bits, group, False, dtype)
     x, norm_weight = torch.randn(rows, inputs, device="cuda", dtype=dtype), torch.rand(inputs, device="cuda").to(dtype)
     for options in ({"norm": "rms_norm", "norm_weight": norm_weight}, {}):
         assert layer_error(x, [weight], **options, pdl=True) <= 8
+
+
+@of_models
+def test_kernels_that_run(bits: int, group: int, outputs: int, inputs: int, rows: int) -> None:
+    """Apart from the test above, which compute-sanitizer runs: it keeps the profiler from seeing kernels."""
+    weight = random_weight(outputs, inputs, bits, group, False, torch.bfloat16)
+    x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+    for options in ({"norm": "rms_norm", "norm_weight": x[0]}, {}):
         names = launched_kernels(lambda o=options: decode_packed_linear(x, weight, **o, pdl=True, backend="cuda"))
         assert (names or SANITIZED) and all("decode_packed_" in name or "skinny_mma" in name for name in names)
 
@@ -194,11 +203,11 @@ def test_a_chain_of_dependent_launches() -> None:
 @pytest.mark.parametrize(
     ("bits", "norm", "gated", "outputs", "inputs"),
     [
-        (8, "rms_norm", False, 3080, 2048),  # some of the weight in registers
+        (8, "rms_norm", False, 3080, 2048),
         (4, "layer_norm", False, 4805, 1600),
         (8, None, False, 1600, 6400),
         (4, None, False, 2040, 8192),
-        (8, None, False, 4096, 4096),  # all of it in shared memory
+        (8, None, False, 4096, 4096),
         (4, "rms_norm", False, 6144, 4096),
         (4, "gemma_rms_norm", True, 8190, 2048),
         (8, None, True, 3000, 1024),
@@ -228,3 +237,30 @@ def test_one_row(bits: int, norm: str | None, gated: bool, outputs: int, inputs:
         assert layer_error(row, weights, **options, pdl=True) <= 8
     names = launched_kernels(lambda: decode_packed_linear(x[0], weights, **options, pdl=True, backend="cuda"))
     assert len(names) == 1 and "decode_packed_row_kernel" in names[0]
+
+
+@pytest.mark.skipif("torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0)", reason="needs sm_90")
+@pytest.mark.parametrize("norm", [None, "rms_norm", "layer_norm"])
+@pytest.mark.parametrize(("bits", "group"), [(8, 0), (4, 128)])
+def test_small_values_of_one_row_beside_large_ones(bits: int, group: int, norm: str | None) -> None:
+    """Products with digits are exact: a float32 residual shows more than 16 bits of them."""
+    torch.manual_seed(0)
+    dtype, outputs, inputs = torch.bfloat16, 6100, 2048
+    low = unpacked(random_weight(outputs, inputs, bits, group, False, dtype))
+    low.values[:, : 8 if bits == 8 else 1] = 0 if bits == 8 else -2004318072  # the first 8 inputs count as nothing
+    x, of_norm = torch.randn(1, inputs, device="cuda", dtype=dtype), {}
+    x[0, 3] = 10_000
+    if norm is not None:
+        of_norm = {"norm": norm, "norm_weight": torch.randn(inputs, device="cuda", dtype=dtype)}
+    residual = torch.zeros(1, outputs, device="cuda")
+    assert layer_error(x, [pack_for_cuda(low, dtype)], **of_norm, residual=residual) <= 0.1
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_one_row_that_is_not_finite(bits: int, value: float) -> None:
+    torch.manual_seed(0)
+    weight = random_weight(6100, 2048, bits, 128, False, torch.bfloat16)
+    x = torch.randn(1, 2048, device="cuda", dtype=torch.bfloat16)
+    x[0, 1500] = value
+    assert not decode_packed_linear(x, weight, backend="cuda").isfinite().any()

@@ -6,18 +6,20 @@
 //
 // A LayerNorm is part of the products, as in gemv_strip.cuh: with xhat = (x - mean) * rstd and g, b its weight and bias,
 //   sum_k w * (xhat * g + b) = rstd * (sum_k w * (x * g) - mean * sum_k w * g) + sum_k w * b.
-// A tensor core product has eight rows; x * g (as two numbers), g and b use four of them.
+// A tensor core product has eight rows. With weights converted to 16 bits, x * g (as two numbers), g and b use four of them.
+//
+// kByDigits: weights are multiplied as the integers that they are stored as, and the row as rows of 8-bit digits. 512 weights
+// take 7 (8 bits) or 12 (4 bits) instructions in place of 36, but a row takes 80 more.
 #pragma once
 
 #include "cuda/common/arrivals.cuh"
 #include "cuda/common/async_copy.cuh"
 #include "cuda/decode/linear/input_rows.cuh"
+#include "cuda/decode/linear/low_bit/digit_sums.cuh"
 #include "cuda/decode/linear/low_bit/packed_kernel.cuh"
 #include "cuda/decode/linear/row_moments.cuh"
 
 namespace fuseopt {
-
-enum class RowNorm { kNone, kRms, kLayer };
 
 template <typename T>
 struct PackedRowLayer : MmaLayer<T> {
@@ -83,26 +85,31 @@ __device__ inline void scale_piece(const uint4& x, const uint4& g, unsigned ones
 
 // kLoads: most pieces of the row that a lane loads. kHeld: blocks of K that each warp holds in registers before the wait.
 // kRing: a warp's part of the weight passes through a ring; otherwise shared memory holds the whole part.
-template <typename T, int kBits, int kLines, int kWarps, RowNorm kNorm, int kLoads, int kHeld, bool kRing>
-__global__ void __launch_bounds__(kWarps* kWarpSize, kWarps == 16 || kLines == 4 || kHeld > 0 ? 2 : 3)
+template <typename T, int kBits, int kLines, int kWarps, RowNorm kNorm, int kLoads, int kHeld, bool kRing, bool kByDigits>
+__global__ void __launch_bounds__(kWarps* kWarpSize, kByDigits ? (kWarps == 16 ? 2 : kLines == 4 ? 3 : 4)
+                                                               : (kWarps == 16 || kLines == 4 || kHeld > 0 ? 2 : 3))
     decode_packed_row_kernel(const __grid_constant__ PackedRowLayer<T> layer) {
   constexpr bool kIsLayer = kNorm == RowNorm::kLayer, kHasNorm = kNorm != RowNorm::kNone;
   constexpr int kFactors = kIsLayer ? 4 : 1, kSlotBits = kIsLayer ? 2 : 0, kPlaces = kLines * kLineOutputs;
-  constexpr int kXStride = 4 * kAccessBytes << kSlotBits, kBlockPieces = kBlockK<kBits> / kLaneValues;
+  constexpr int kPieceBytes = kByDigits ? kDigitBytes * (kIsLayer ? 8 : 4) : kAccessBytes * kFactors;
+  constexpr int kXStride = 4 * kPieceBytes, kBlockPieces = kBlockK<kBits> / kLaneValues;
+  static_assert(!kByDigits || kHeld == 0);
   using Sum = std::conditional_t<kIsLayer, float4, float>;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, columns = layer.in_features;
   const PackedShape& shape = layer.packed;
   const int first = warp * layer.part_blocks, count = max(min(shape.blocks - first, layer.part_blocks), 0);
 
-  // Factors [chunks][kFactors][4] pieces, of a LayerNorm x * g in two parts, g and b; sums [kWarps][kPlaces]; of a norm,
-  // each lane's deviations; weights [kWarps][stages][kLines][stage_blocks].
+  // Factors [chunks][kFactors][4] pieces, of a LayerNorm x * g in two parts, g and b; or digits [pieces][digits], four of x
+  // or x * g, then of a LayerNorm two of g and two of b. Weights [kWarps][stages][kLines][stage_blocks]. Sums
+  // [kWarps][kPlaces]; of a norm, each lane's deviations.
   extern __shared__ __align__(kRingAlignment) char row_shared[];
   __shared__ Arrivals arrivals[kWarps][kRing ? kRingStages : 1];
   __shared__ __align__(16) Sum sums_of[kWarps * kPlaces];
   __shared__ Deviations deviations_of[kHasNorm ? kWarps * kWarpSize : 1];
   const int of_line = layer.stage_blocks * shape.block_bytes, stage_bytes = kLines * of_line;
-  uint4* const factors = reinterpret_cast<uint4*>(row_shared) + first * kBlockPieces * kFactors;
-  char* const ring = row_shared + kWarps * layer.part_blocks * kBlockPieces * kFactors * kAccessBytes +
+  char* const row_of_warp = row_shared + first * kBlockPieces * kPieceBytes;
+  uint4* const factors = reinterpret_cast<uint4*>(row_of_warp);
+  char* const ring = row_shared + kWarps * layer.part_blocks * kBlockPieces * kPieceBytes +
                      warp * (kRing ? layer.stages : 1) * stage_bytes;
 
   let_successor_start();
@@ -142,7 +149,10 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kWarps == 16 || kLines == 4
   uint4* const own_factors = factors + (lane / 4 << kSlotBits) * 4 + lane % 4;
   const auto factor_of = [&](int i, int row) -> uint4& { return own_factors[(i * kWarpSize << kSlotBits) + row * 4]; };
   uint4 scales[kLoads];
-  if constexpr (kHasNorm) {
+  DigitRow<T, kBits, kNorm, kLoads> digits(row_of_warp);
+  if constexpr (kByDigits && kHasNorm) {
+    digits.load_norm(layer, first_k, is_input, is_piece);
+  } else if constexpr (kHasNorm) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       scales[i] = {kOnes<T>, kOnes<T>, kOnes<T>, kOnes<T>};
@@ -210,8 +220,9 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kWarps == 16 || kLines == 4
   }
   const unsigned residual = finishes ? layer.load_residual_bits(at) : 0;
   Deviations deviations;
+  if constexpr (kByDigits) deviations = digits.store(x, puts);
 #pragma unroll
-  for (int i = 0; i < kLoads; ++i) {
+  for (int i = 0; i < kLoads && !kByDigits; ++i) {
     uint4 high = x[i], low;
     if constexpr (kHasNorm) {
       scale_piece<T>(x[i], scales[i], ones, high, kIsLayer ? &low : nullptr);
@@ -231,7 +242,9 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kWarps == 16 || kLines == 4
   __syncwarp();
 
   float sums[2][kLines][4] = {};
-  const char* operand = reinterpret_cast<const char*>(factors + lane / 4 % kFactors * 4 + lane % 4);
+  DigitSums<T, kBits> digit_sums[kLines];
+  const char* operand = kByDigits ? row_of_warp + lane % 4 * kPieceBytes + lane / 4 % (kPieceBytes / kDigitBytes) * kDigitBytes
+                                  : reinterpret_cast<const char*>(factors + lane / 4 % kFactors * 4 + lane % 4);
 #pragma unroll
   for (int c = 0; c < kHeld * kBlockChunks; ++c) {
     if (c / kBlockChunks >= count) break;
@@ -251,8 +264,15 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kWarps == 16 || kLines == 4
     if constexpr (kHeld == 0) arrivals[warp][stage].template wait<false>(parity);
     const char* block = ring + stage * stage_bytes + kHeld * shape.block_bytes;
     const int end = kRing ? min(count, done + layer.stage_blocks) : count;
+    if constexpr (kByDigits) {
 #pragma unroll 1
-    for (; done < end; ++done) {
+      for (; done < end; ++done) {
+        DigitSums<T, kBits>::add(digit_sums, shape, block, of_line, operand, kXStride);
+        operand += kBlockChunks * kXStride, block += shape.block_bytes;
+      }
+    }
+#pragma unroll 1
+    for (; !kByDigits && done < end; ++done) {
       uint4 units[kLines][kBlockUnits];
 #pragma unroll
       for (int j = 0; j < kLines; ++j) {
@@ -283,6 +303,12 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kWarps == 16 || kLines == 4
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       Sum* const to = sums_of + warp * kPlaces + j * kLineOutputs + i * kTileColumns + lane / 4;
+      if constexpr (kByDigits) {
+        const float sum = digits.value_of(digit_sums[j], i);
+        if constexpr (kIsLayer) reinterpret_cast<float*>(to)[lane % 4] = sum;
+        else if (lane % 4 == 0) *to = sum;
+        continue;
+      }
       const float even = sums[0][j][2 * i] + sums[1][j][2 * i], odd = sums[0][j][2 * i + 1] + sums[1][j][2 * i + 1];
       if constexpr (kIsLayer) {
         if (lane % 4 < 2) reinterpret_cast<float2*>(to)[lane % 4] = {even, odd};
