@@ -13,6 +13,7 @@ from pathlib import Path
 
 import readme_families
 import readme_keys
+import readme_low_bit
 import readme_picture
 import readme_targets
 
@@ -21,7 +22,7 @@ from fuseopt.bench.harness.records import Results
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{page}.md" for page in ("families", "keys", "performance", "training")),
+    *(ROOT / "docs" / f"{page}.md" for page in ("families", "keys", "low-bit", "performance", "training")),
     *sorted((ROOT / "docs" / "results").glob("[a-z]*.md")),
 )
 SLOT = re.compile(r"(<!-- results: (\S+?)( auto)? -->\n).*?(<!-- end of results -->)", re.DOTALL)
@@ -30,6 +31,9 @@ GENERATED = {
     "summary": readme_picture.table,
     "families": readme_families.short_table,
     "targets": readme_targets.table,
+    "low-bit-speed": readme_low_bit.speed_table,
+    "low-bit-memory": readme_low_bit.memory_table,
+    "low-bit-texts": readme_low_bit.text_table,
     "decoder-families": readme_families.decoder_table,
     "other-families": readme_families.full_list,
     "kernel_fusion": readme_keys.kernel_fusion_table,

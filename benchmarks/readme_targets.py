@@ -134,7 +134,7 @@ def _sampling() -> Iterator[_Cells]:
 
 
 def _low_bit() -> Iterator[_Cells]:
-    note = "2026-11-30-low-bit-steps-on-a-gpu"
+    note = "2026-11-30-one-row-by-digits"
     weights = {"int8": "int8", "int4": "int4, groups of 128"}
     for model, *limits in (("llama-3.2-1b", 345, 225), ("gpt2-xl", 470, 330), ("t5-large", 230, 180)):
         for (name, variant), limit in zip(weights.items(), limits, strict=True):
