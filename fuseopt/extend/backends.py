@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import inspect
+import linecache
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType
@@ -210,6 +212,9 @@ def _copy(function: Callable) -> Callable:
     if not isinstance(function, FunctionType):
         return function
     code = function.__code__.replace()
+    if inspect.getsourcefile(function) is None:
+        # torch before 2.13 counts functions without a source file, as exec makes, as one (pytorch issue 124269).
+        linecache.cache[code.co_filename] = (0, None, [], code.co_filename)
     copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
