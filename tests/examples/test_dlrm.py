@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import fuseopt
-from fuseopt.build import library_cache, toolchain
-from fuseopt.extend import native, replaced
+from fuseopt.extend import replaced
 from fuseopt.ops.library import TRITON_INTERPRETED
+from tests.examples.native_builds import assert_compiles_for_sm_90
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "dlrm"
 pytest.importorskip("triton")
@@ -147,10 +147,8 @@ def test_the_triton_kernels_compile_for_sm_90(example, dtype):
     ("op", "file"),
     [("bias_relu", "bias_relu.cu"), ("interaction", "interaction.cu"), ("interaction_backward", "interaction.cu")],
 )
-def test_the_cuda_sources_compile_for_sm_90(op, file):
-    source = native.Source.of(f"dlrm::{op}", "cuda", FOLDER / file)
-    library = native.build(f"dlrm::{op}", f"{op}__native", "cuda", source, toolchain.cuda_recipe(["90"]))
-    assert library_cache.damage(library) is None
+def test_the_cuda_sources_compile_for_sm_90(example, op, file):
+    assert_compiles_for_sm_90(f"dlrm::{op}", FOLDER / file)
 
 
 def test_hashing_spreads_ids_over_the_rows(example):

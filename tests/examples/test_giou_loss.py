@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import fuseopt
-from fuseopt.build import library_cache, toolchain
-from fuseopt.extend import native
 from fuseopt.ops.library import TRITON_INTERPRETED
+from tests.examples.native_builds import assert_compiles_for_sm_90
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "giou_loss"
 pytest.importorskip("triton")
@@ -126,10 +125,8 @@ def test_every_configuration_compiles_for_sm_90(example, dtype):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("op", ["loss", "loss_and_gradient"])
-def test_the_cuda_source_compiles_for_sm_90(op):
-    source = native.Source.of(f"giou::{op}", "cuda", FOLDER / "giou.cu")
-    library = native.build(f"giou::{op}", f"{op}__native", "cuda", source, toolchain.cuda_recipe(["90"]))
-    assert library_cache.damage(library) is None
+def test_the_cuda_source_compiles_for_sm_90(example, op):
+    assert_compiles_for_sm_90(f"giou::{op}", FOLDER / "giou.cu")
 
 
 @pytest.mark.gpu

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 import fuseopt
 from fuseopt.bench.harness.records import Results
-from fuseopt.build import library_cache, toolchain
-from fuseopt.extend import native, registered
+from fuseopt.extend import registered
 from fuseopt.extend.replaced import unreplace
+from tests.examples.native_builds import assert_compiles_for_sm_90
 
 pytest.importorskip("triton")
 
@@ -93,10 +93,8 @@ def test_triton_kernel_compiles_for_sm_90(main, activation, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_cuda_source_compiles_for_sm_90():
-    source = native.Source.of("lora::epilogue", "cuda", FOLDER / "epilogue.cu")
-    library = native.build("lora::epilogue", "epilogue__native", "cuda", source, toolchain.cuda_recipe(["90"]))
-    assert library_cache.damage(library) is None
+def test_cuda_source_compiles_for_sm_90(main):
+    assert_compiles_for_sm_90("lora::epilogue", FOLDER / "epilogue.cu")
 
 
 @pytest.mark.gpu

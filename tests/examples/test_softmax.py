@@ -9,8 +9,8 @@ import torch
 
 import fuseopt
 from fuseopt.bench.harness.records import Results
-from fuseopt.build import library_cache, toolchain
-from fuseopt.extend import native, registered
+from fuseopt.extend import registered
+from tests.examples.native_builds import assert_compiles_for_sm_90
 
 pytest.importorskip("triton")
 
@@ -92,10 +92,8 @@ def test_triton_kernels_compile_for_sm_90(main, columns):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("name", ["softmax", "softmax_backward"])
-def test_cuda_source_compiles_for_sm_90(name):
-    source = native.Source.of(f"rows::{name}", "cuda", FOLDER / f"{name}.cu")
-    library = native.build(f"rows::{name}", f"{name}__native", "cuda", source, toolchain.cuda_recipe(["90"]))
-    assert library_cache.damage(library) is None
+def test_cuda_source_compiles_for_sm_90(main, name):
+    assert_compiles_for_sm_90(f"rows::{name}", FOLDER / f"{name}.cu")
 
 
 @pytest.mark.gpu
