@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -196,26 +196,28 @@ class _Checks:
 
     def _compare_gradients(self, arguments: Arguments, kind: str, only: int | None = None) -> None:
         given, inputs = self._differentiable(arguments, only)
-        outputs = [r for r in as_results(self._call(given)) if r.requires_grad]
+        outputs = {place: r for place, r in enumerate(as_results(self._call(given))) if r.requires_grad}
         if not outputs:
             raise _DoesNotApply("no result has a gradient")
-        cotangents = [torch.randn_like(output) for output in outputs]
+        cotangents = {place: torch.randn_like(output) for place, output in outputs.items()}
         self._compare_with(cotangents, outputs, inputs, arguments, kind, only)
-        expanded = [torch.randn_like(o[:1]).expand_as(o) for o in outputs if o.dim() > 1]
+        expanded = {place: torch.randn_like(o[:1]).expand_as(o) for place, o in outputs.items() if o.dim() > 1}
         if len(expanded) == len(outputs):  # as those of a sum over rows are
             kind += ", from a gradient with strides of 0"
             self._compare_with(expanded, outputs, inputs, arguments, kind, only)
 
     def _compare_with(
         self,
-        cotangents: list[Tensor],
-        outputs: list[Tensor],
+        cotangents: Mapping[int, Tensor],
+        outputs: Mapping[int, Tensor],
         inputs: list[Tensor],
         arguments: Arguments,
         kind: str,
         only: int | None,
     ) -> None:
-        found = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, retain_graph=True)
+        """Compare gradients from `cotangents` of `outputs`, both by the places of the results."""
+        given = list(cotangents.values())
+        found = torch.autograd.grad(list(outputs.values()), inputs, given, allow_unused=True, retain_graph=True)
         own = self._gradients_of_function(arguments, cotangents, only)
         exact = self._gradients_of_function(to_dtype(arguments, torch.float64, "cpu"), cotangents, only)
         names = self._varied_names(arguments, only)
@@ -236,14 +238,17 @@ class _Checks:
         ]
 
     def _gradients_of_function(
-        self, arguments: Arguments, cotangents: Sequence[Tensor], only: int | None
+        self, arguments: Arguments, cotangents: Mapping[int, Tensor], only: int | None
     ) -> list[Tensor]:
         given, inputs = self._differentiable(arguments, only)
         with without_autocast(inputs[0]):
             results = as_results(self.op.function(*given))
-        outputs = [result for result in results if result.requires_grad]
-        same = [c.to(o.device, o.dtype) for o, c in zip(outputs, cotangents, strict=True)]
-        return list(torch.autograd.grad(outputs, inputs, same, materialize_grads=True))
+        # Of the op, all results have a gradient if one does.
+        outputs = {place: result for place, result in enumerate(results) if result.requires_grad}
+        if not outputs:
+            return [torch.zeros_like(tensor) for tensor in inputs]
+        same = [cotangents[place].to(o.device, o.dtype) for place, o in outputs.items()]
+        return list(torch.autograd.grad(list(outputs.values()), inputs, same, materialize_grads=True))
 
     def _tiny(self) -> tuple[Arguments, list[Tensor]]:
         tiny = to_dtype(resized(self.first, lambda size: min(size, 3)), torch.float64)

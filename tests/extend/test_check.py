@@ -172,6 +172,21 @@ def test_the_command_checks_all_ops_of_a_file(tmp_path, capsys):
     assert "registers no op" in capsys.readouterr().err
 
 
+def test_a_result_that_depends_on_some_arguments_only():
+    @fuseopt.op("mine::scaled_product")
+    def scaled_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return a * 2, a * b
+
+    @scaled_product.samples
+    def _(device, dtype):
+        yield torch.randn(4, 24, device=device, dtype=dtype), torch.randn(4, 24, device=device, dtype=dtype)
+
+    scaled_product.kernel("cpu")(lambda a, b: (a * 2, a * b))
+    report = fuseopt.check(scaled_product, device="cpu")
+    assert report.ok, str(report)
+    assert any(row.backend == "cpu" and row.check.startswith("gradient") and row.status == "ok" for row in report.rows)
+
+
 @pytest.mark.slow
 def test_the_compile_backend_is_traced_without_inductor_which_takes_seconds(op, monkeypatch):
     used, real = [], torch.compile
