@@ -98,7 +98,7 @@ class StepRun:
         logits: [rows, new, vocab].
         modules: the quantised layers.
         not_compared: why the logits cannot be compared, since not only quantised weights made them; None if they can.
-        prompt: keyword arguments of that `generate()`.
+        prompt: the keyword arguments that `generate()` was called with.
         shortened: what `prompt` is of the user's prompt, in words; "" if it is all.
     """
 

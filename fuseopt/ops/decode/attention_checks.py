@@ -2,9 +2,12 @@
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops.decode.quantized_heads import LARGEST
 from fuseopt.ops.library import check_shape, compute_dtype
+
+VECTOR_BYTES = 16  # of the kernels' loads
 
 Caches = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """Keys, values, and the scales of both or None, as `decode_attention` takes them."""
@@ -90,3 +93,18 @@ def check_options(
             raise TypeError(f"ancestry must be int32, not {ancestry.dtype}")
         if positions.numel() != 1:
             raise ValueError(f"positions must have one element where there is an ancestry, not {positions.numel()}")
+
+
+def kernel_refusal(head_dim: int, multiple: int, most: int) -> str:
+    """Why a CUDA kernel for such head sizes does not take a call; empty if it does."""
+    if is_dynamo_compiling():
+        return "has to know tensors' addresses, which do not exist while they are traced"
+    if head_dim % multiple or head_dim > most:
+        return f"takes a head_dim that is a multiple of {multiple}, {most} at most, not {head_dim}"
+    return ""
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """True if all vectors along the last dimension are contiguous and start at multiples of VECTOR_BYTES."""
+    bytes_apart = (stride * tensor.itemsize for stride in tensor.stride()[:-1])
+    return tensor.stride(-1) == 1 and not any(place % VECTOR_BYTES for place in (tensor.data_ptr(), *bytes_apart))

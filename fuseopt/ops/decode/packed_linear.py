@@ -103,7 +103,7 @@ def decode_packed_linear(
         weight: one to three of [N, K], of the same bits, groups, dtype, and kind of zero points. They may differ in N,
             unless `gated`.
         bias, residual, norm, norm_weight, norm_bias, eps, activation, gated: as in `decode_linear`. The CUDA
-            kernels require parameters of `input`'s dtype, and a residual of that dtype or float32. The reference
+            kernels require `input`'s dtype for parameters, and that dtype or float32 for the residual. The reference
             accepts any dtype.
         pdl, prefetch: as `decode_linear` takes them; tensors to prefetch may be packed ones.
         backend: "auto", "cuda" (sm_80 or newer) or "reference", which dequantises in each call.

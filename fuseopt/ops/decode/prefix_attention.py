@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
+from fuseopt.ops.decode.attention_checks import is_aligned, kernel_refusal
 from fuseopt.ops.library import check_shape, define, without_autocast
 from fuseopt.tuning import tuned
 
 MAX_HEAD_DIM = 256
 _HEAD_DIM_MULTIPLE = 8
-_ALIGNMENT = 16  # bytes
 
 
 def _fake(query: Tensor, *further: object) -> Tensor:
@@ -83,18 +82,8 @@ def _reference(
 
 
 def _refusal(head_dim: int) -> str:
-    """Why the CUDA kernel, which must exist, does not take such tensors; empty if it does."""
-    if is_dynamo_compiling():
-        return "has to know where tensors lie, which nobody does while they are traced"
-    if head_dim % _HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:
-        return f"takes a head_dim that is a multiple of {_HEAD_DIM_MULTIPLE}, {MAX_HEAD_DIM} at most, not {head_dim}"
-    return ""
-
-
-def _is_aligned(cache: Tensor) -> bool:
-    """True if the CUDA kernel can read the cache where it is."""
-    bytes_apart = (stride * cache.itemsize for stride in cache.stride()[:-1])
-    return cache.stride(-1) == 1 and not any(place % _ALIGNMENT for place in (cache.data_ptr(), *bytes_apart))
+    """Why the CUDA kernel, which must exist, does not take a call; empty if it does."""
+    return kernel_refusal(head_dim, _HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
 
 
 def is_fast(length: int, key_cache: Tensor, value_cache: Tensor) -> bool:
@@ -107,7 +96,7 @@ def is_fast(length: int, key_cache: Tensor, value_cache: Tensor) -> bool:
     if length > tuned("prefix_attention_max_length", key_cache.device):
         return False
     chosen = registry.pick_without_gradient("prefix_attention", "auto", (key_cache.dtype,), key_cache, value_cache)
-    return chosen == "cuda" and not _refusal(key_cache.shape[-1]) and all(map(_is_aligned, (key_cache, value_cache)))
+    return chosen == "cuda" and not _refusal(key_cache.shape[-1]) and all(map(is_aligned, (key_cache, value_cache)))
 
 
 def prefix_attention_reference(
@@ -164,7 +153,7 @@ def prefix_attention(
         refusal = _refusal(query.shape[-1])
         if not refusal:
             caches = key_cache, value_cache
-            if not all(map(_is_aligned, caches)):
+            if not all(map(is_aligned, caches)):
                 caches = tuple(cache.clone(memory_format=torch.contiguous_format) for cache in caches)
                 pdl = False  # the kernel would read the copies before they are written
             return RAW[chosen](query, *caches, start, filled, scale, window, pdl)

@@ -10,16 +10,15 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
+from fuseopt.ops.decode.attention_checks import VECTOR_BYTES, is_aligned, kernel_refusal
 from fuseopt.ops.library import check_shape, define, without_autocast
 from fuseopt.tuning import tuned
 
 MAX_HEAD_DIM = 128
 _HEAD_DIM_MULTIPLE = 16
-_ALIGNMENT = 16  # bytes
 
 
 def _fake(qkv: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, pdl: bool) -> Tensor:
@@ -64,16 +63,11 @@ def _reference(qkv: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float
 
 def _refusal(qkv: Tensor, *caches: Tensor) -> str:
     """Why the CUDA kernel, which must exist, does not take such tensors; empty if it does."""
-    if is_dynamo_compiling():
-        return "has to know where tensors lie, which nobody does while they are traced"
-    head_dim = qkv.shape[-1]
-    if head_dim % _HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:
-        return f"takes a head_dim that is a multiple of {_HEAD_DIM_MULTIPLE}, {MAX_HEAD_DIM} at most, not {head_dim}"
+    if refusal := kernel_refusal(qkv.shape[-1], _HEAD_DIM_MULTIPLE, MAX_HEAD_DIM):
+        return refusal
     # If qkv is not contiguous the kernel gets a copy.
-    for tensor in (qkv, *caches) if qkv.is_contiguous() else caches:
-        bytes_apart = (stride * tensor.itemsize for stride in tensor.stride()[:-1])
-        if any(place % _ALIGNMENT for place in (tensor.data_ptr(), *bytes_apart)):
-            return f"takes vectors that are aligned to {_ALIGNMENT} bytes"
+    if not all(map(is_aligned, (qkv, *caches) if qkv.is_contiguous() else caches)):
+        return f"takes vectors that are aligned to {VECTOR_BYTES} bytes"
     return ""
 
 
